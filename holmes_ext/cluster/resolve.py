@@ -377,8 +377,8 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
         if report.nccl.no_verbs:  # NCCL here uses no RDMA at all: nothing to choose among ports
             rdma_ports = [replace(port, no_verbs=report.nccl.no_verbs) for port in rdma_ports]
         elif len(rdma_ports) > 1:
-            # NCCL takes any RDMA NIC of a node for any group, so the node must use a single RDMA
-            # fabric: the fastest that also has other nodes.
+            # NCCL takes any RDMA NIC of a node for any group, whatever its fabric. Two nodes of a group
+            # could then use NICs on different fabrics. So only one fabric of the node is left to NCCL.
             rdma_ports = _one_rdma_fabric(rdma_ports, nodes_on)
         by_fabric = {port.fabric: port for port in rdma_ports}
         ports = [by_fabric.get(port.fabric, port) for port in ports]

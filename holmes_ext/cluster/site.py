@@ -183,8 +183,9 @@ class Site:
     def processes(self) -> int:
         """Number of processes on each node.
 
-        If the clusters' nodes differ, it is the greatest number that divides those of all nodes:
-        every node then consists of whole sets of so many ranks that follow each other.
+        If the nodes of different clusters have different numbers, it is the greatest common divisor
+        of these: 4 for nodes of 8 and of 12. Then no set of 4 consecutive ranks (0-3, 4-7, ...) lies
+        on two nodes.
         """
         return gcd(*(node.processes for node in self.nodes))
 
@@ -195,7 +196,12 @@ class Site:
 
     @property
     def ranks_of_every_node(self) -> int:
-        """Number of processes on each node if all have equally many, else 1 (for advice on sizes)."""
+        """Number of processes on each node if all have equally many, else 1.
+
+        It is for error messages about parallel sizes (Sizes.complete), which propose numbers of nodes
+        that would fit. If nodes differ, no number of nodes says how many ranks they have. With 1, the
+        messages propose numbers of processes instead.
+        """
         return self.processes if self.has_equal_nodes else 1
 
     @cached_property

@@ -71,7 +71,7 @@ def simulate_round(
         bits: Bits that each job sends to each other job in a round.
         alone: Inner steps between two rounds, without a round in the background: one number for all
             jobs, or one for each job.
-        delay: Inner steps during a round.
+        delay: Inner steps that a job takes while a round runs, before it waits for the aggregate.
     """
     alone_of = [alone] * len(joined) if isinstance(alone, int) else alone
     times = _simulated_times(site, joined, bits, alone_of, delay)
@@ -173,12 +173,15 @@ class _Network:
     def add_steps(self, job: int, delay: int) -> None:
         """Add what a job's inner steps send over Ethernet during a round, in _PIECES transfers.
 
-        The transfers share a node's NIC with the round's own traffic. They are stored as a
-        template, ("steps", job), which the simulation copies for each transfer.
+        In a round, the jobs exchange their pseudo-gradients. Meanwhile each job takes `delay` inner
+        steps (ordinary training steps inside the job), which also send over Ethernet. These
+        transfers share a node's NIC with the exchange. They are stored as a template, ("steps", job),
+        which the simulation copies for each transfer.
 
         Args:
             job: Index of the job.
-            delay: Inner steps during a round.
+            delay: Inner steps that the job takes while a round runs, before it waits for the
+                aggregate.
         """
         # The nodes of a job do the same at the same time, so one of them stands for all.
         self.capacities[job, "out"] = self.nic_bps
@@ -193,7 +196,7 @@ class _Network:
         bits_of_node = ethernet_s * self.nic_bps
         bits_of_process = bits_of_node / processes
         self.templates["steps", job] = Transfer(
-            parties=1,  # the job's training thread alone begins it
+            parties=1,  # it begins when one thread has posted it: the job's training thread
             bits=bits_of_process / _PIECES,
             uses=nics,
         )
@@ -203,7 +206,8 @@ class _Network:
 
         Each rank sends its part over a TCP stream of its own. All streams between two jobs are
         equal and begin together. So only one of them is simulated, with its share of the NICs and
-        WAN links.
+        WAN links. It is stored as a template, ("gradient", job, other), which the simulation copies
+        in each round.
 
         Args:
             job: Index of the sending job.
@@ -212,8 +216,9 @@ class _Network:
         """
         sender = self.joined[job].cluster
         receiver = self.joined[other].cluster
-        # Ranks with the same elements exchange them. So the job with more ranks divides the
-        # elements more finely, and there is one stream for each of its ranks.
+        # A rank exchanges its elements with the ranks of the other job that have the same elements.
+        # If the jobs have 2 and 4 ranks, each rank of the first one has two partners: 4 streams. So
+        # there is one stream for each rank of the larger job.
         streams = max(
             self.nodes[cluster] * self.site.processes_in(cluster) for cluster in (sender, receiver)
         )
@@ -226,14 +231,15 @@ class _Network:
         stream_bps = float(link.stream_bps if link and link.stream_bps else inf)
         way_s = sum(hop.latency_s for hop in hops) or self.ethernet_latency_s
         self.longest_way_s = max(self.longest_way_s, way_s)
-        # Capacity, and the number of streams that share it: all cross the WAN; each node has some of them.
+        # For `uses` of the transfer: a capacity (WAN hop or NIC), and the number of streams that share
+        # it. All streams cross the WAN; the NIC of a node carries those of the node's ranks.
         shared_hops = tuple((hop.key, streams) for hop in hops)
         sending_nic = ((job, "out"), streams_of_sending_node)
         receiving_nic = ((other, "in"), streams_of_receiving_node)
         # Besides its bits, a stream takes a round trip, because its first bytes must be answered before all
         # bytes may leave. One way counts before the bits, the other one after them.
         self.templates["gradient", job, other] = Transfer(
-            parties=1,  # the sender alone begins it
+            parties=1,  # it begins when one thread has posted it: the sender's
             fixed_s=way_s,
             bits=bits / streams,  # of one stream, which stands for all
             limit_bps=stream_bps,

@@ -467,8 +467,8 @@ def with_traffic(plan: Plan, options: Options, engine: EngineTraits = EngineTrai
 def spanning_groups_of(prices: Prices, placement: Placement) -> tuple[SpanningGroups, ...]:
     """Return the groups that have to use Ethernet although a member has a faster fabric, by role.
 
-    A role is "data", "tensor", "context" or "expert". The cost of a role is how much longer a step
-    takes than if no group of this role spanned networks.
+    A role is "data", "tensor", "context" or "expert" (INSIDE). The cost of a role, in seconds, is how
+    much longer a step takes than if its groups could use the best fabric of each of their nodes.
     """
     if not prices.spans_networks(placement):
         return ()
@@ -485,8 +485,9 @@ def spanning_groups_of(prices: Prices, placement: Placement) -> tuple[SpanningGr
             if network.spans_networks(frozenset(first_node)):
                 spanning.append(set(first_node.values()))
         if spanning:
-            without = Prices(network, prices.job, prices.rules, role_on_best_fabrics=role)
-            longer_s = max(0.0, prices.step_s(placement) - without.step_s(placement))
+            # Prices as if the groups of this role could use their nodes' best fabrics.
+            ideal = Prices(network, prices.job, prices.rules, role_on_best_fabrics=role)
+            longer_s = max(0.0, prices.step_s(placement) - ideal.step_s(placement))
             result.append(
                 SpanningGroups(
                     kind=role,

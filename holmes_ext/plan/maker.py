@@ -79,7 +79,10 @@ class PlanRequest:
             self.digests[f"content of {name} file"] = digest
 
     def make_plan(self, nodes: list[NodeReport]) -> tuple[Site, Plan]:
-        """Make the plan for the nodes that reported, or adapt the given one to the ports that they have.
+        """Return the plan of --holmes-plan for the nodes that reported, or a new plan for them.
+
+        A given plan keeps its order of the nodes. Only the networks of its groups are decided again,
+        because other ports may work now than when the plan was made.
 
         Returns:
             The site as the nodes have reported it, and the plan.
@@ -100,7 +103,9 @@ class PlanRequest:
         if self.plan is not None:  # --holmes-plan
             plan = check_plan(self.plan, site)
             self._compare(plan, sizes)
+            # The networks that groups use, decided for the ports that `site` has.
             plan = derive_traffic(plan, site, options, links, engine=engine)
+            # with_loads adds each stage's work and the order of passes, if the plan lacks them.
             return site, with_loads(plan, options, model, engine)
         # `model_options`: arguments of build_plan that describe the model and its partition. If the user
         # names a model file, or an option needs one, the plan has predictions for the model.
@@ -111,8 +116,9 @@ class PlanRequest:
                 "overlap": self.overlap,
             }
         else:
-            # A model that was derived from the framework's arguments is only used for its mean work per
-            # stage. The training program itself checks whether it fits.
+            # The model was derived from the framework's arguments. The plan gets no predictions for it,
+            # only the work of a rank on an average stage. The training program itself checks whether the
+            # model fits.
             workload = workload_of(model, sizes)
             basis = model.source if model and workload else NOMINAL  # where the workload comes from
             model_options = {"workload": workload, "basis": basis}

@@ -88,23 +88,23 @@ class Placement:
     ) -> Placement:
         """Return the placement whose components have the given nodes.
 
-        A component is a set of neighbouring stages that share nodes.
+        A component is a set of neighbouring stages that share nodes. Global ranks are numbered in
+        rounds. In each round, every stage in turn gets `stride` ranks. With stride 2 and 2 stages:
+        stage 0 has ranks 0 1 4 5, stage 1 has ranks 2 3 6 7; the first round is 0 1 2 3.
 
         Args:
             sizes: Parallel sizes, with the data size.
             processes: Ranks of each node; their greatest common divisor if node types differ.
             parts: For each component in stage order, the type of each of its nodes. All components
-                have equally many ranks, and whole nodes in each round.
+                have equally many ranks. In each round, the ranks of a component fill whole nodes.
             widths: Node type -> ranks of each node of this type. Empty: `processes` for all.
         """
         if len(parts) == 1:
             return cls.of(sizes, processes, parts[0], widths)
-        # Global ranks are numbered in rounds. In each round, every stage in turn gets `stride`
-        # ranks. With stride 2 and 2 stages: stage 0 has ranks 0 1 4 5, stage 1 has ranks 2 3 6 7.
         stride = sizes.strides()["pp"]  # distance from a rank to its counterpart in the next stage
-        # So the nodes of the components alternate in the same rounds. (With several components, each
-        # of them fills whole nodes in a round.)
-        round_ranks = stride * sizes.pipeline // len(parts)  # of each component
+        # The order of the nodes: in the first round those of component 0, those of component 1, ...;
+        # then the same for the second round.
+        round_ranks = stride * sizes.pipeline // len(parts)  # ranks of a component in a round
         rounds_of_parts = [_rounds(part, round_ranks, processes, widths) for part in parts]
         node_types: list[int] = []
         for one_round in zip(*rounds_of_parts):
@@ -206,8 +206,8 @@ class Placement:
     def stages_per_component(self) -> int:
         """Return the number of neighbouring stages that share nodes and so form a component.
 
-        All components have equally many stages. Only stage links connect them. If no such division
-        exists, all stages are one component.
+        All components have equally many stages, and no node holds ranks of two components. If the
+        stages cannot be divided like this, all of them are one component.
         """
         if self.has_equal_nodes:
             # Number of stages after which a stage begins on a new node.
@@ -216,7 +216,9 @@ class Placement:
         first_ranks = set(self._first_ranks)
         ranks = self._first_ranks[-1]
         for count in divisors(self.sizes.pipeline):
-            # In every round, each set of so many stages begins on a new node.
+            # Global ranks come in rounds: `stride` ranks of each stage in turn. So `count` neighbouring
+            # stages have count * stride ranks in a row. No node has ranks of two such rows if each row
+            # begins at the first rank of a node.
             if first_ranks.issuperset(range(0, ranks, count * self.stride)):
                 return count
         return self.sizes.pipeline
@@ -372,10 +374,11 @@ class StageMessages:
 
 
 def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
-    """Return a group of arbitrary ranks as a family (a set of equal groups) of a single group.
+    """Return a family that consists of one group of arbitrary ranks.
 
-    The remaining ranks of its nodes are assumed to be in groups like this one, which use the NICs
-    at the same time.
+    Groups are priced as families (GroupFamily), each of which is a set of equal groups. The remaining
+    ranks of the group's nodes are assumed to be in groups like this one, which use the NICs at the
+    same time.
 
     Args:
         placement: Nodes of the job.
@@ -386,6 +389,7 @@ def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
     # (node type, ranks of the group on it) -> number of such nodes
     equal_nodes = Counter((node_types[index], count) for index, count in ranks_on.items())
     parts = []
+    # A class of nodes, here: those of one type that hold equally many ranks of the group.
     for node_class, ((node_type, ranks_per_node), nodes) in enumerate(equal_nodes.items()):
         # Groups like this one fill the node, and all of them use its NIC at the same time.
         groups = max(1, placement.width(node_type) // ranks_per_node)
@@ -395,7 +399,7 @@ def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
             nodes=nodes,
             ranks_per_node=ranks_per_node,
             groups=groups,
-            concurrent_groups=groups,
+            concurrent_groups=groups,  # the same: there is no other family or stage
         )
         parts.append(part)
     return GroupFamily(
@@ -928,7 +932,10 @@ def _strides(placement: Placement) -> dict[str, int]:
 
 
 def _count_repeating_ranks(placement: Placement, strides: Mapping[str, int]) -> int:
-    """Return the period, in ranks, with which the ranks of a stage repeat on equal nodes.
+    """Return after how many ranks of a stage the same pattern of nodes and groups begins again.
+
+    Example: nodes of 8 ranks, tensor-parallel groups of 4, and stages of whole nodes. Each 8 ranks of
+    the stage are then one node with two tensor-parallel groups, so the result (the period) is 8.
 
     One period contains whole nodes, and whole tensor, context and expert groups. So the result is a
     common multiple of their lengths, built up step by step. It is all ranks of the stage if no
@@ -948,21 +955,21 @@ def _count_repeating_ranks(placement: Placement, strides: Mapping[str, int]) -> 
     if not is_data_outermost:
         return stage_ranks  # tensor or context groups pass through the whole stage
     if sizes.expert > 1:
+        # Layers with experts arrange the ranks of a stage in another grid: axes "tp", "ep" and "dp".
         grid, expert_strides = expert_grid(sizes)
-        # Contains whole expert groups, if "dp" is the outermost axis there, too.
+        # These ranks contain whole expert groups, if "dp" is the outermost axis of that grid, too.
         expert_length = expert_strides["dp"]
         if expert_length * grid["dp"] != stage_ranks:
             return stage_ranks  # expert groups pass through the whole stage
         length = lcm(length, expert_length)
-    # Not one of `strides`: so many ranks of a stage have following global ranks; then those of the
-    # next stage follow.
+    # Global ranks number all stages in rounds: in each round, `stride` ranks of every stage in turn.
+    # (`strides` has other numbers: distances among the ranks of one stage.)
     stride = placement.stride
     if stride % node_ranks == 0:  # each stage has whole nodes
         length = lcm(length, node_ranks)
     elif stride < stage_ranks:
-        # Stages begin in the middle of a node. Global ranks number all stages in rounds: `stride`
-        # ranks of each stage. After the least number of rounds that fills whole nodes, ranks lie on
-        # their nodes as in the first round.
+        # Stages may begin in the middle of a node. After the least number of rounds that fills whole
+        # nodes, the ranks lie on their nodes as in the first round.
         round_ranks = stride * sizes.pipeline
         rounds = lcm(round_ranks, node_ranks) // round_ranks
         length = lcm(length, stride * rounds)

@@ -125,7 +125,8 @@ class Plan:
     def misaligned_node(self) -> str:
         """Return the first node whose first rank is no multiple of its processes; "" if there is none.
 
-        On that node, rank % processes is not the local rank. A framework that chooses its GPU so fails.
+        On that node, rank % processes is not the local rank. A framework that chooses its GPU by this
+        formula chooses a wrong one there.
         """
         for node, rank in self.first_ranks.items():
             if rank % self.processes_on(node):
@@ -339,15 +340,19 @@ def check_plan(plan: Plan, site: Site) -> Plan:
 
 
 def site_of(plan: Plan, network_api: str = VERBS) -> Site:
-    """Return the networks in the plan as a site, as one network API reaches them.
+    """Return the nodes and networks of a plan as a site with the ports that one network API can use.
 
     The nodes are in the order of the plan.
+
+    Args:
+        plan: The plan.
+        network_api: "verbs" (NCCL, needs an HCA) or "sockets" (gloo, needs an IP address).
     """
     fast = [fabric.name for fabric in plan.fabrics if fabric.name != ETHERNET]  # the fastest first
 
     def node(name: str) -> Node:
-        """Return a node with the ports that the network API reaches; all nodes are on Ethernet."""
-        reachable = plan.reach[network_api][name]
+        """Return a node with the ports that the network API can use; all nodes are on Ethernet."""
+        reachable = plan.reach[network_api][name]  # names of the fabrics
         fast_ports = (Port(fabric) for fabric in fast if fabric in reachable)
         ports = (*fast_ports, Port(ETHERNET))
         return Node(name, plan.cluster_of[name], plan.processes_on(name), ports)

@@ -109,9 +109,15 @@ def _add_flags_to_megatron_deepspeed(
 ) -> Any:
     """Add the --holmes flags to Megatron-DeepSpeed's argument parser.
 
-    This wrapper runs in place of parse_args, which call() runs. parse_args calls its argument
-    extra_args_provider with the parser. Here it gets a provider that first calls the program's own, and then
-    adds the flags.
+    The program calls its function parse_args, and this wrapper runs instead. call() then runs parse_args
+    itself, with another extra_args_provider: a function that parse_args calls with the parser. The one
+    passed here first calls the program's own, and then adds the flags.
+
+    Args:
+        current: The session of holmes, with the plan.
+        call: Runs parse_args with the program's arguments, of which it changes those that are named.
+        instance: None, because parse_args is no method.
+        extra_args_provider: The program's argument; None if it adds no arguments.
 
     Raises:
         HolmesError: Megatron-DeepSpeed would choose other GPUs than the local ranks.

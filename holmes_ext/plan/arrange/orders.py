@@ -50,10 +50,6 @@ class Orders:
     """Distinct orders of the node types of a site, for the pipeline stages of a job.
 
     A node type stands for the nodes of one cluster that are on the same fabrics.
-
-    Args:
-        network: Nodes, fabrics and links of the site.
-        gpus: GPU of the nodes of each node type, in the order of network.node_types.
     """
 
     def __init__(self, network: Network, gpus: Sequence[Gpu]):
@@ -62,14 +58,18 @@ class Orders:
         Two node types are interchangeable if all of these are equal: the number of their nodes,
         the ranks of a node, their GPUs, their fabrics, and the rate and latency of their links to all
         other clusters.
-        The class describes the arguments.
+
+        Args:
+            network: Nodes, fabrics and links of the site.
+            gpus: GPU of the nodes of each node type, in the order of network.node_types.
         """
         self.network = network
         self.gpus = tuple(gpus)
         self.node_types = range(len(network.node_types))
         self.nodes = [len(names) for names in network.names]  # by node type
         fabrics_of = [fabrics for _, fabrics in network.node_types]
-        # Fabric -> number of node types on it. _fabric_signature needs it.
+        # Fabric -> number of node types on it. _fabric_signature uses it: a fabric of several node
+        # types equals no other fabric.
         self._types_on = Counter(name for fabrics in fabrics_of for name in fabrics)
         # By node type: a value that is equal for node types with equal fabrics, numbers of nodes,
         # ranks of a node and GPUs.
@@ -291,7 +291,9 @@ class Orders:
             groups: Groups of node types that share stages; the first group holds the first stages.
 
         Returns:
-            One placement, or [] if the nodes do not divide evenly among the stages.
+            One placement. [] in these cases: a group does not hold a whole number of stages; a type's
+            part of a stage has incomplete tensor or context groups; or stages must share nodes, and
+            there are several groups.
         """
         widths = self.network.widths  # node type -> ranks of a node
         stage_ranks = self.network.world // sizes.pipeline
@@ -318,7 +320,9 @@ class Orders:
             # merge_neighbours: (a, 2), (a, 1) -> (a, 3)
             return [self._placement(sizes, merge_neighbours(node_runs))]
         if len(groups) > 1:
-            return []  # every node would hold all stages, also those of other groups
+            # With PIPELINES_FIRST every node holds ranks of all stages. But the nodes of one of
+            # several groups must hold only the stages of this group.
+            return []
         node_runs = [(node_type, self.nodes[node_type]) for node_type in groups[0]]
         return [self._placement(replace(sizes, order=PIPELINES_FIRST), tuple(node_runs))]
 
@@ -346,12 +350,15 @@ def described(network: Network, placement: Placement) -> str:
 
 
 def classes_of(network: Network) -> dict[str, int]:
-    """Return the class of each node, by name: the first node type with equal fabrics and ranks."""
-    first_type: dict[object, int] = {}
+    """Return the class of each node, by name. Nodes of one class are interchangeable.
+
+    They have equally many ranks and the same fabrics. With a WAN they are also in the same cluster,
+    because the links of two clusters may differ. A class is named by the first of its node types.
+    """
+    first_type: dict[object, int] = {}  # signature of a class -> its first node type
     result = {}
     for name, node_type in network.node_type_of.items():
         cluster = network.cluster(node_type) if network.wan else ""
-        # Equal for interchangeable types.
         signature = (
             tuple(network.usable_fabrics(node_type)),
             cluster,
@@ -362,14 +369,23 @@ def classes_of(network: Network) -> dict[str, int]:
 
 
 class Blocks:
-    """Nodes of a site in blocks of equally many ranks, each of nodes of one class."""
+    """Nodes of a site, in blocks that all have equally many ranks.
+
+    A block is a set of interchangeable nodes (a class, classes_of()) that follow each other. With nodes
+    of 4 and of 8 ranks, a block has 8 ranks: two nodes of 4, or one of 8. A search for an order of the
+    nodes orders blocks instead, because any two of them can be swapped.
+    """
 
     def __init__(self, network: Network, class_of: Mapping[str, int]):
-        """Count the nodes of a block of each class.
+        """Find out how many nodes of each class form a block.
+
+        The ranks of a block are the least number that whole nodes of every class can have together
+        (site.aligned_ranks).
 
         Args:
             network: Nodes and their numbers of ranks.
-            class_of: Name of a node -> its class, in the launcher's order of the nodes.
+            class_of: Name of a node -> its class (interchangeable nodes), in the launcher's order
+                of the nodes.
         """
         self.network = network
         self.class_of = class_of
@@ -379,12 +395,20 @@ class Blocks:
 
     @property
     def has_only_whole_blocks(self) -> bool:
-        """Return whether the nodes of each class fill whole blocks."""
+        """Return whether no node is left over when the nodes of each class are cut into blocks.
+
+        A block is a number of nodes of one class (interchangeable nodes) with self.ranks ranks. If
+        nodes are left over, an order of blocks cannot have all nodes.
+        """
         counts = Counter(self.class_of.values())
         return all(count % self.nodes[each] == 0 for each, count in counts.items())
 
     def in_launchers_order(self) -> tuple[int, ...]:
-        """Return the class of each block, in the order in which the launcher's list completes blocks."""
+        """Return the class of each block, in the order in which the launcher's list completes blocks.
+
+        A class is a set of interchangeable nodes. The nodes a0 b0 a1, of 4, 8 and 4 ranks, are the
+        blocks b0 and (a0 a1) of 8 ranks.
+        """
         blocks = []
         open_nodes: Counter[int] = Counter()  # class -> nodes of its block that is not complete yet
         for node_class in self.class_of.values():
@@ -395,19 +419,25 @@ class Blocks:
         return tuple(blocks)
 
     def placement(self, sizes: Sizes, parts: Sequence[Sequence[int]]) -> Placement:
-        """Return the placement of components (nodes with the same stages) that consist of blocks.
+        """Return the placement whose components consist of the given blocks.
+
+        A component is a set of nodes that hold the same stages. A block is a number of nodes of one
+        class (interchangeable nodes) with self.ranks ranks.
 
         Args:
             sizes: Parallel sizes, with the data size.
             parts: For each component in stage order, the class of each of its blocks.
         """
-        nodes_of_parts = [self._nodes_of(part) for part in parts]
+        classes_of_parts = [self._node_classes(part) for part in parts]
         network = self.network
-        return Placement.of_parts(sizes, network.processes, nodes_of_parts, network.widths)
+        return Placement.of_parts(sizes, network.processes, classes_of_parts, network.widths)
 
-    def _nodes_of(self, blocks: Iterable[int]) -> list[int]:
-        """Return the class of each node of some blocks."""
-        return [node_class for node_class in blocks for _ in range(self.nodes[node_class])]
+    def _node_classes(self, block_classes: Iterable[int]) -> list[int]:
+        """Return the class of each node of some blocks, given the class of each block.
+
+        If a block of class 0 has two nodes, and one of class 1 has one: 0 1 -> 0 0 1.
+        """
+        return [node_class for node_class in block_classes for _ in range(self.nodes[node_class])]
 
 
 def best_order_of_classes(
@@ -415,9 +445,13 @@ def best_order_of_classes(
 ) -> tuple[int, ...]:
     """Return the class of each node in the best order that keeps the nodes of a class together.
 
-    It is for nodes that do not fill blocks. The launcher's order is a candidate, too. An order in
-    which no group spans networks is better than one in which some group does; otherwise the shorter
-    predicted step is better.
+    A class is a set of interchangeable nodes. This simple search is for sites whose nodes cannot be
+    cut into blocks (Blocks) without a remainder. It tries up to MOST_CLASS_ORDERS orders of the
+    classes, and the launcher's order of the nodes.
+
+    A communication group spans networks if it has to use Ethernet because its nodes are on different
+    fast networks. An order in which no group does so is better than one in which some group does.
+    Otherwise the shorter predicted step is better.
 
     Args:
         prices: Costs of the job on the site.
@@ -425,14 +459,18 @@ def best_order_of_classes(
         class_of: Name of a node -> its class, in the launcher's order.
     """
     network = prices.network
-    launcher = tuple(class_of.values())
-    counts = Counter(launcher)
-    orders = [launcher]
+    launchers_order = tuple(class_of.values())
+    counts = Counter(launchers_order)
+    orders = [launchers_order]
     for classes in islice(permutations(counts), MOST_CLASS_ORDERS):
         orders.append(tuple(each for each in classes for _ in range(counts[each])))
 
     def score(order: tuple[int, ...]) -> tuple[bool, float]:
-        """Return whether a group spans networks, and the predicted step in seconds."""
+        """Return the score of an order, given as the class of each node; the smaller one is better.
+
+        First, whether some communication group spans networks: it has to use Ethernet because its
+        nodes are on different fast networks. Then the predicted step in seconds.
+        """
         placement = Placement.of(sizes, network.processes, order, network.widths)
         return prices.spans_networks(placement), prices.step_s(placement)
 

@@ -178,19 +178,21 @@ MIXTURES = 24
 
 
 def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
-    """Return the order of the nodes with the shortest predicted step.
+    """Return the placement with the best order of the nodes that the search finds.
+
+    An order in which no group spans networks is best, and of these the one with the shortest step.
 
     Args:
         prices: Costs of the job on the site.
         sizes: Parallel sizes, with the data size.
         budget: Number of orders to try; by default as many as take about half a second.
     """
-    class_of = classes_of(prices.network)
+    class_of = classes_of(prices.network)  # name of a node -> its class (interchangeable nodes)
     blocks = Blocks(prices.network, class_of)
-    if blocks.has_only_whole_blocks:
+    if blocks.has_only_whole_blocks:  # no node is left over: the search orders blocks
         search = _Search(prices, sizes, blocks)
         search.run(budget)
-        # Class of each node, in rank order: the search used classes in place of node types.
+        # Class of each node, in rank order. (A class is named by one of its node types.)
         order = search.placement(search.best).node_types()
     else:
         order = list(best_order_of_classes(prices, sizes, class_of))
@@ -256,15 +258,16 @@ class _Search:
         flat_rules = replace(prices.rules, reductions=(FLAT,))  # flat rings only
         self.flat_prices = Prices(prices.network, prices.job, flat_rules)
         self.blocks = blocks
-        launcher = blocks.in_launchers_order()
-        self.counts = Counter(launcher)  # class (nodes on the same fabrics) -> number of nodes
-        placement = Placement.of(sizes, blocks.ranks, launcher)
+        # Blocks (orders.py) all have equally many ranks. The search treats each of them as one node.
+        launchers_order = blocks.in_launchers_order()  # class of each block
+        self.counts = Counter(launchers_order)  # class -> number of its blocks, here called nodes
+        placement = Placement.of(sizes, blocks.ranks, launchers_order)
         # Node indices of each component. Stages that share nodes form a component.
         self.nodes_of_components = placement.components
         component_ranks = placement.stage_ranks * placement.stages_per_component  # of each one
         self.ranks_per_order = component_ranks * len(placement.components)  # to price one order
-        self.best = self.components_of(launcher)
-        self.score = self._score_of(self.best)  # spans networks?, step in s, ...
+        self.best = self.components_of(launchers_order)
+        self.score = self._score_of(self.best)
 
     def components_of(self, order: Sequence[int]) -> tuple[Component, ...]:
         """Return the node classes of each component, given the class of each node in order."""
@@ -366,12 +369,13 @@ class _Search:
         Args:
             size: Nodes of a component.
             new_orders: Largest number of orders to price, if their components are new (slow).
-            known_orders: The same, if all components were priced in another order before (fast).
+            known_orders: Largest number of orders to price, if their components are priced (fast).
         """
         # A mixture is a division into components, some of them mixed. The first order of a mixture
         # is slow to price: its components are new. So half of `new_orders` mixtures are tried.
         mixture_count = min(MIXTURES, max(2, new_orders // 2))
         mixtures = list(islice(_divisions_with_leftovers(self.counts, size), mixture_count))
+        # An order may be of either kind, so the smaller limit holds, for all mixtures together.
         orders_per_mixture = min(known_orders, new_orders) // len(mixtures)
         for components in mixtures:
             self.try_orders_of(components, orders_per_mixture)

@@ -112,18 +112,7 @@ class Load:
 class Network:
     """Nodes and fabrics of a site, as the cost model uses them.
 
-    Nodes in the same cluster, on the same fabrics, form a node type, which is an index of
-    `node_types`.
-
-    Args:
-        site: Nodes and fabrics.
-        links: Measured rates and latencies.
-        single_fabric: The only fabric that groups may use, as in training without holmes. None:
-            every group uses the fastest fabric that its nodes share.
-        uneven: Whether clusters may have different numbers of ranks in NCCL's hierarchical
-            all-reduce. Real ones may not; a lower bound ignores that.
-        on_best_fabrics: Whether to pretend that groups never span networks: every group uses the
-            slowest of its nodes' best fabrics, even if its nodes do not share it.
+    Nodes of one cluster on the same fabrics form a node type, which is an index of `node_types`.
     """
 
     def __init__(
@@ -134,7 +123,18 @@ class Network:
         uneven: bool = False,
         on_best_fabrics: bool = False,
     ):
-        """Find the node types of the site, and number them. The class describes the arguments."""
+        """Find the node types of the site, and number them.
+
+        Args:
+            site: Nodes and fabrics.
+            links: Measured rates and latencies.
+            single_fabric: The only fabric that groups may use, as in training without holmes. None:
+                every group uses the fastest fabric that its nodes share.
+            uneven: Whether clusters may have different numbers of ranks in NCCL's hierarchical
+                all-reduce. Real ones may not; a lower bound ignores that.
+            on_best_fabrics: Whether to pretend that groups never span networks: every group uses the
+                slowest of its nodes' best fabrics, even if its nodes do not share it.
+        """
         self.site = site
         self.links = links
         self.single_fabric = single_fabric
@@ -151,7 +151,7 @@ class Network:
         numbers = {node_type: number for number, node_type in enumerate(self.node_types)}
         #: Name of a node -> its type.
         self.node_type_of = {name: numbers[each] for name, each in type_of_node.items()}
-        #: Node type -> ranks of each of its nodes.
+        #: Node type -> ranks of each of its nodes. (self.names: a cached property, names by type)
         self.widths = tuple(site.node_by_name[names[0]].processes for names in self.names)
         self._known: dict[Hashable, Any] = {}  # results of `remember`
 

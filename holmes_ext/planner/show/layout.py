@@ -100,8 +100,8 @@ def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
         return given
     if model.global_batch:
         return model.global_batch
-    # `command_line` is what the script's command line states. If it names the model, job.known_model has
-    # the micro-batches of the command line.
+    # If the job's command line describes the model, `model` was read from it. Its micro-batches are then
+    # those of the command line: their number in a step of each data-parallel rank, and their sequences.
     if job.command_line.model is not None and job.sizes is not None:
         sizes = job.sizes.complete(site.world_size, site.ranks_of_every_node)
         return model.micro_batches * model.micro_batch * sizes.data
@@ -110,16 +110,18 @@ def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
 
 
 def beside(search_result: SearchResult, job: Training) -> tuple[SearchResult, Training]:
-    """Simulate the user's layout, to compare it with the plans of a search.
+    """Simulate the user's layout, so that the output shows it beside the plans of a search.
+
+    A layout is the parallel sizes, and maybe the layers of each stage, that the job already has.
 
     Args:
         search_result: Request or result of the search.
         job: The job, with the layout.
 
     Returns:
-        The result with the layout (user_layout), and the job. If the layout is impossible: the
-        result as it is, and the job with a line on the reason. Without given sizes: both as they
-        are.
+        A copy of the result whose field `user_layout` is the simulated layout, and the job. If the
+        layout is impossible: the result as it is, and the job with a line for the user that gives
+        the reason. If the job has no parallel sizes: both as they are.
     """
     if job.sizes is None:
         return search_result, job

@@ -274,12 +274,11 @@ def _available_nodes(args: argparse.Namespace, spec: SiteSpec, job: Training) ->
     Shapes are parallel sizes. If the user gave none, good ones are searched on ideal nodes, each as
     good as the best of all clusters.
     """
-    links = Links.of_spec(spec)
     model = job.known_model
-    ideal_site, ideal_model = ideal(site_from_spec(spec), args.nodes, model, links)
+    ideal_site, ideal_model = ideal(site_from_spec(spec), args.nodes, model, Links.of_spec(spec))
     batch = global_batch(args, job, ideal_site)
     limits = limits_of(args, job)
-    shapes: tuple[Shape, ...] = ()  # all
+    shapes: tuple[Shape, ...] = ()  # (): the search on ideal nodes tries all shapes
     if job.sizes is not None:
         sizes = job.sizes.complete(ideal_site.world_size, ideal_site.ranks_of_every_node)
         shapes = (shape_of(model, sizes, *job.zero_and_chunks),)  # one: that of the given sizes
@@ -291,10 +290,10 @@ def _available_nodes(args: argparse.Namespace, spec: SiteSpec, job: Training) ->
         shapes,
         seconds=SIZES_SHARE * args.seconds,  # share of the time limit for the choice of sizes
     )
-    shapes = shapes or _shapes_of_depths(ideal_result)
+    shapes = shapes or _best_of_each_pipeline_size(ideal_result)
     available = AvailableNodes(spec, job, batch, limits, shapes=shapes, count=args.nodes)
-    # Two bounds that no subset beats: the best step on ideal nodes (floor(), with the bounds of
-    # shapes not examined); and the computation alone on the nodes with the fastest GPUs.
+    # Two bounds that no subset beats: floor(), the shortest step that any shape can have on ideal
+    # nodes; and the computation alone on the nodes with the fastest GPUs.
     floor_s = max(floor(ideal_result), available.computing_s())
     return replace(available, floor_s=floor_s)
 
@@ -309,13 +308,13 @@ def floor(result: SearchResult) -> float:
     return min([result.best.formula_s, *bounds_s])
 
 
-def _shapes_of_depths(result: SearchResult) -> tuple[Shape, ...]:
+def _best_of_each_pipeline_size(result: SearchResult) -> tuple[Shape, ...]:
     """Return the best shape, and for up to MAX_SHAPES pipeline sizes the shape with the least bound."""
-    best_of_depth: dict[int, Shape] = {}  # pipeline size -> shape
+    best_of: dict[int, Shape] = {}  # pipeline size -> shape
     for shape in sorted(result.ideals, key=result.ideals.__getitem__):
         if shape.virtual == 1:  # not interleaved
-            best_of_depth.setdefault(shape.pipeline, shape)
-    others = list(best_of_depth.values())[:MAX_SHAPES]
+            best_of.setdefault(shape.pipeline, shape)
+    others = list(best_of.values())[:MAX_SHAPES]
     return tuple(dict.fromkeys([result.best.shape, *others]))
 
 

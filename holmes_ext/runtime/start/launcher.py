@@ -208,10 +208,13 @@ def _from_mpi_like(environ: Mapping[str, str], launcher: str, names: _Variables)
     if job_id.isdecimal():
         # Each Slurm job has its own port, as in the launch scripts of PyTorch's Slurm examples.
         default_port = _FIRST_SLURM_PORT + int(job_id) % _SLURM_PORT_COUNT
+    # Ranks on this node, as text. "0" stands for an unknown number.
+    local_size_text = environ.get(names.local_world_size, "0")
     # Slurm may append the number of nodes, as in "8(x4)".
-    local_size_text = re.sub(r"\(x\d+\)$", "", environ.get(names.local_world_size, "0"))
+    local_size_text = re.sub(r"\(x\d+\)$", "", local_size_text)
     if launcher == _SRUN and _number(environ, "SLURM_HET_SIZE", launcher, default=0) > 1:
-        # In a heterogeneous job, all tasks have the number of the first component.
+        # In a heterogeneous job, SLURM_NTASKS_PER_NODE is that of the job's first component on all
+        # nodes. So it may be wrong for this node.
         local_size_text = "0"
     local_size = _number(
         {names.local_world_size: local_size_text}, names.local_world_size, launcher

@@ -217,11 +217,13 @@ def _make_watchdog(
 ) -> Watchdog:
     """Return the watchdog of this process.
 
+    A step is late if it takes longer than both `factor` times the median step and `floor_s` seconds.
+
     Args:
         current: The session of this process.
         recorder: Records the operations of this process.
-        factor: Smallest duration of a late step, as a multiple of the median step.
-        floor_s: Smallest duration of a late step, in seconds.
+        factor: A multiple of the median step.
+        floor_s: Seconds that a late step takes at least, however short the median step is.
     """
     process = current.process
     plan = current.plan

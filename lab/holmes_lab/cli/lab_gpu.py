@@ -244,7 +244,8 @@ def run_watched(
         command: The command of the ranks.
         labels: "NODE:LOCAL_RANK" of each rank.
         end_s: Seconds without progress.
-        options: Further arguments of Lab.start().
+        options: Further arguments of Lab.start(). `order` is required: names of the nodes in the
+            order of their ranks; None: all nodes of the lab.
 
     Returns:
         The run. Its status is HUNG if the job was ended because it hung, or NOT_EMULATED if a rank failed
@@ -253,7 +254,7 @@ def run_watched(
     bytes_before = lab.counters()
     killed_before = killed_for_memory()
     job = lab.start(command, **options)
-    assert job.watch is not None
+    assert job.watch is not None  # folder of the watch files that each rank writes
     run = wait_watched(job, Watcher(job.watch, end_s=end_s), labels, print_lines)
     if run.hang:
         result = replace(run.result, returncode=HUNG, first_failed=None)
@@ -275,7 +276,7 @@ def run_watched(
         groups=group_networks(communicators.read(job.watch), nodes, node_of_rank),
         nics=nic_bytes(bytes_before, lab.counters(), nodes),
         hang=run.hang,
-        races=tuple(missing_waits(job.watch)),
+        races=tuple(missing_waits(job.watch)),  # lines about data races between CUDA streams
     )
 
 

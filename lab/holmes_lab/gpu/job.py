@@ -130,12 +130,15 @@ class Gpus:
     def variables_of_node(self, cluster: str, processes: int) -> dict[str, str]:
         """Return the environment variables that differ between the nodes of a job.
 
+        They set the speed of the node's emulated GPUs, which may depend on its cluster, and their
+        number.
+
         Args:
             cluster: Cluster of the node.
-            processes: Processes of the node, which has as many GPUs unless --gpu names a number.
+            processes: Processes of the node.
         """
         variables = self.clock.variables(cluster)
-        if self.count is None:
+        if self.count is None:  # --gpu names no number of GPUs: one for each process
             variables[GPU_COUNT_VARIABLE] = str(processes)
         return variables
 

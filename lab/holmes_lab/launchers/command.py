@@ -156,14 +156,14 @@ def command_line(
 def _srun_command_line(
     nodes: Sequence[str], counts: Sequence[int], command: Sequence[str]
 ) -> list[str]:
-    """Return the command line of srun: one component of a heterogeneous job for each number of tasks.
+    """Return the command line of srun, of a heterogeneous job if nodes have different numbers of tasks.
 
-    Neighbouring nodes with equally many processes are one component. With a single component it is an
-    ordinary job.
+    Each component of the job consists of nodes that follow each other and have equally many tasks:
+    nodes with 8, 8, 4 and 8 tasks are three components. With a single component it is an ordinary job.
     """
     words = ["srun"]
-    for count, components_nodes in groupby(zip(nodes, counts), key=lambda pair: pair[1]):
-        names = [name for name, _ in components_nodes]
+    for count, component in groupby(zip(nodes, counts), key=lambda pair: pair[1]):
+        names = [name for name, _ in component]
         if len(words) > 1:
             words.append(":")
         words += [

@@ -73,13 +73,16 @@ def refusals(
 def refused_first_rank(plan: Plan) -> str:
     """Return why Megatron-DeepSpeed refuses the order of the nodes; "" if it does not.
 
-    It uses the GPU number rank % GPUs of the node, and asserts that this is the local rank. It is not,
-    where a node's first rank is no multiple of its GPUs. This happens only if nodes differ in their GPUs.
+    Each process uses the GPU with the number `rank % GPUs of its node`, and asserts that this number is
+    its local rank. The assertion fails on a node whose first rank is no multiple of its GPUs. Example: a
+    node of 4 GPUs has the ranks 0 to 3, and a node of 8 GPUs follows. Its first rank, 4, has local rank 0,
+    but 4 % 8 is 4.
     """
     node = plan.misaligned_node()
     if not node:
         return ""
     count = plan.processes_on(node)
+    # Two nodes of 4 GPUs before the node of 8 would help: it then begins at rank 8.
     return (
         f"Megatron-DeepSpeed refuses that node {node} with {count} GPUs begins at rank "
         f"{plan.first_rank(node)}, no multiple of {count}; use so many of the narrower nodes that together "
