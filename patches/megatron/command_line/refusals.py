@@ -13,11 +13,12 @@ from holmes_ext.plan.sizes import Sizes, divisors
 def refusals(
     command_line: CommandLine, sizes: Sizes, world: int, partitioned: bool = False
 ) -> Iterator[str]:
-    """Yield a message for each reason why the framework would refuse the job.
+    """Yield a message for each reason why Megatron-LM or Megatron-DeepSpeed would refuse the job.
 
-    A reason is a precision, ZeRO stage or offload that DeepSpeed does not accept, or a count of the
-    model that the parallel sizes do not divide. The counts are attention heads, query groups and
-    layers. Each message is for the user, and names a way out, such as the nearest valid sizes.
+    A reason is a combination of precision, ZeRO stage and offload that the framework does not accept,
+    experts with tensor parallelism but without sequence parallelism, or a number that the parallel
+    sizes do not divide: of attention heads, query groups or layers. Each message is for the user, and
+    names a way out, such as the nearest valid sizes.
 
     Args:
         command_line: The job, with its model. If there is no model, nothing is yielded.
@@ -28,6 +29,9 @@ def refusals(
     model = command_line.model
     if model is None:
         return
+    # `refused` is a message about the precision, ZeRO stage and offload of the command line, "" if the
+    # framework accepts them. `sizes` may have a pipeline where the command line has none, or the other
+    # way round, so the message is yielded only if these sizes are refused too.
     if command_line.refused and not accepts(model, Mode(command_line.zero, sizes.pipeline > 1)):
         yield command_line.refused
     tensor_flag = "--tensor-model-parallel-size"
@@ -49,7 +53,8 @@ def refusals(
     splits_layers = bool(command_line.stage_layers) or partitioned
     if command_line.framework != "megatron-lm" or splits_layers or sizes.pipeline <= 1:
         return
-    # Without a split of the layers, Megatron-LM gives each chunk of each stage the same number.
+    # Unless the layers of each stage are given, Megatron-LM divides them evenly: every stage has
+    # `virtual` chunks (1 without the interleaved schedule), and every chunk has equally many layers.
     lines = _line_if_indivisible(
         command_line.layers_flag,
         model.layers,
