@@ -107,15 +107,14 @@ def _training_of(
         spec: The clusters.
         command: The training command; without words if there is none.
         command_line: What was read from the command.
-        lines: Lines for the user about what was read.
+        lines: Lines for the user about the command: what was read from it, and what is not counted.
     """
     model = _model_of_job(args, command_line)
     if model is None and command.hidden_model:
         raise HolmesError(command.hidden_model)
-    # Lines for the user, in the order of the output: assumed speed of GPUs, GPUs that are not
-    # known, what was read from the command, and what in it does not count.
     if model is not None:
-        # How fast the GPUs are comes from the model's file or from cluster.toml.
+        # Lines about the GPUs come before those about the command. The speed of the GPUs is stated in
+        # the model's file or in cluster.toml, and is assumed otherwise.
         lines = [
             *_line_about_assumed_speed(args, model, spec),
             *_lines_about_unknown_gpus(spec),
@@ -129,12 +128,14 @@ def _training_of(
         model, lines_about_steps = with_kernel_flops(model, spec, sizes)
         lines = [*lines_about_steps, *lines]
     if sizes and command_line.sizes and sizes.pipeline != command_line.sizes.pipeline:
-        # Options give another number of stages than the command. Its layers of each stage, and its
-        # virtual chunks of a stage (parts of the model on one rank), fit only its own number.
+        # An option, such as --pipeline 4, replaces the number of stages in the command. The command's
+        # layers of each stage, and its virtual chunks (parts of the model on one rank), were chosen for
+        # the number in the command, so they are dropped.
         command_line = replace(command_line, stage_layers=(), virtual=1)
         if model is not None and model.state_of_mode:
-            model = with_mode(model, Mode(command_line.zero, sizes.pipeline > 1))
-    # Only flags of holmes are checked. Others belong to the script.
+            # DeepSpeed may keep other bytes for a parameter with a pipeline than without one.
+            model = with_mode(model, Mode(command_line.zero, has_pipeline=sizes.pipeline > 1))
+    # A word that is not known is an argument of the script, unless it resembles a flag of holmes.
     for word in command_line.unknown:
         near = misspelt_flag(word)  # the flag of holmes that is probably meant, or ""
         if near:
@@ -191,14 +192,17 @@ def _model_of_job(args: argparse.Namespace, command_line: CommandLine) -> Model 
     """
     model = load_model(args.model) if args.model else command_line.model
     if model is None and command_line.trouble:
-        # The message names the flag of a job. `holmes plan` has an option in its place.
+        # The message advises --holmes-model, a flag of training jobs. The same option of `holmes plan`
+        # is called --model.
         raise HolmesError(command_line.trouble.replace("--holmes-model", "--model"))
     if model is not None and args.command and args.model:
         model = _with_values_of_command(model, dict(command_line.training))
-        states = command_line.state_of_mode
-        # The widths agree if ds_config has the precision that the model's file assumes.
+        states = command_line.state_of_mode  # bytes that DeepSpeed keeps; {} without a ds_config
+        # They count only if the weights have as many bytes in ds_config as in the model's file: 2 for
+        # fp16 and bf16, 4 for fp32.
         if states and next(iter(states.values())).weights == model.activation_width:
             model = replace(model, state_of_mode=states)
+            # has_pipeline: see _with_values_of_command().
             model = with_mode(model, Mode(command_line.zero, has_pipeline=False))
     if args.global_batch is None:
         return model
@@ -273,13 +277,16 @@ def _with_values_of_command(model: Model, values: dict[str, Any]) -> Model:
         model: The model.
         values: Field of the model (or "zero") -> value in the command.
     """
-    zero = values.pop("zero", zero_of(model))
+    model_fields = {name: value for name, value in values.items() if name != "zero"}
     # Global batch and micro-batches follow from each other: 0 means that the number is computed.
     if "global_batch" in values:
-        values["micro_batches"] = 0
+        model_fields["micro_batches"] = 0
     elif "micro_batches" in values:
-        values["global_batch"] = 0
-    return with_mode(replace(model, **values), Mode(zero, has_pipeline=False))
+        model_fields["global_batch"] = 0
+    zero = values.get("zero", zero_of(model))
+    # The number of pipeline stages is not decided yet. Until it is, the bytes of a parameter are those
+    # without a pipeline; Shape.model() sets them again for each layout.
+    return with_mode(replace(model, **model_fields), Mode(zero, has_pipeline=False))
 
 
 def _command_of(words: list[str]) -> Command:
