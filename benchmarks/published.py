@@ -48,7 +48,7 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.search.as_plan import layout_candidate
 from holmes_ext.planner.search.result import SearchResult
 
-#: FLOP/s of the kernels of a step, without communication: see the module's docstring.
+#: GPU -> FLOP/s that its kernels reach while they run, without communication: see the module's docstring.
 KERNEL_FLOPS = {"A100": 180e12, "A100-SXM4-40GB": 180e12, "H100": 400e12}
 #: Largest relative error of a step that counts as good.
 WITHIN = 0.25
@@ -82,7 +82,11 @@ class Prediction(NamedTuple):
 
 
 def predict(run: PublishedRun) -> Prediction:
-    """Return the prediction of `holmes plan` for a run without holmes."""
+    """Return the step time and memory that `holmes plan` predicts for a published run.
+
+    The framework alone ran the job, with its own schedule and reductions, so the prediction is that of
+    the job without holmes. KERNEL_FLOPS has the assumed speed of the GPUs.
+    """
     spec = parse_spec(
         f"""
         version = 2
@@ -110,7 +114,8 @@ def predict(run: PublishedRun) -> Prediction:
     model = on_clusters(_as_released(command_line.model, run), spec)
     sizes = (command_line.sizes or Sizes()).complete(site.world_size, GPUS_OF_NODE)
     engine = engine_of(command_line.framework)
-    request = SearchResult(
+    # A SearchResult without candidates describes a job: here the published one.
+    job = SearchResult(
         Network(site),
         model,
         model.global_batch,
@@ -120,13 +125,22 @@ def predict(run: PublishedRun) -> Prediction:
         gather_overlap=command_line.gather_overlap,
     )
     shape = shape_of(model, sizes, command_line.zero, command_line.virtual)
-    layout = layout_candidate(request, sizes, shape, split=run.stage_layers)
-    _, stock = request.stock(shape, layout.split)
-    return Prediction(model.parameters, stock.formula_s, layout.peak_bytes)
+    layout = layout_candidate(job, sizes, shape, split=run.stage_layers)
+    _, plan_without_holmes = job.stock(shape, layout.split)
+    return Prediction(
+        parameters=model.parameters,
+        step_s=plan_without_holmes.formula_s,  # by the closed form, not simulated
+        memory_bytes=layout.peak_bytes,
+    )
 
 
 def _as_released(model: Model, run: PublishedRun) -> Model:
-    """Return the model with the bytes per parameter that the run's DeepSpeed kept, whatever is installed."""
+    """Return the model with the bytes per parameter that DeepSpeed kept at the time of the run.
+
+    describe() counts them for the DeepSpeed that is installed here, and releases differ. BLOOM ran on a
+    branch of DeepSpeed, and the release DEEPSPEED_OF_BLOOM sums bf16 gradients as that branch did. This
+    release is used for all runs with a ds_config. A run of Megatron-LM is returned unchanged.
+    """
     if not run.ds_config:
         return model
     states = state_of_mode(TrainingTypes(model.precision), DEEPSPEED_OF_BLOOM)
@@ -141,15 +155,27 @@ def _gpt(
     pipeline: int,
     global_batch: int,
     micro_batch: int,
-    more: str,
+    other_flags: str,
     vocabulary: int = 51200,
 ) -> str:
-    """Return the flags of a GPT with 2048 tokens in a sequence, and attention without a fused kernel."""
+    """Return the flags of a GPT with 2048 tokens in a sequence, and attention without a fused kernel.
+
+    Args:
+        layers: Number of transformer blocks.
+        hidden: Hidden size.
+        heads: Number of attention heads.
+        tensor: Tensor-parallel size.
+        pipeline: Number of pipeline stages.
+        global_batch: Sequences of a step.
+        micro_batch: Sequences of a micro-batch.
+        other_flags: Further flags, such as "--fp16".
+        vocabulary: Vocabulary size, with its padding.
+    """
     return (
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length 2048 "
         f"--max-position-embeddings 2048 --padded-vocab-size {vocabulary} --transformer-impl local "
         f"--micro-batch-size {micro_batch} --global-batch-size {global_batch} "
-        f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} {more}"
+        f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} {other_flags}"
     )
 
 
@@ -173,7 +199,11 @@ def _step_of(
 
 
 def _sc21() -> Iterator[PublishedRun]:
-    """Yield the rows of Megatron-LM's weak scaling."""
+    """Yield the runs of Megatron-LM in table 1 of Narayanan et al. (SC21, arXiv 2104.04473).
+
+    The table shows weak scaling: the model grows with the number of GPUs, from 1.7B parameters on 32 to
+    1T on 3072.
+    """
     # Parameters, layers, hidden size, heads, tensor, pipeline, GPUs, batch, TFLOP/s, micro-batch (assumed).
     table = (
         ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137, 8),
@@ -187,20 +217,32 @@ def _sc21() -> Iterator[PublishedRun]:
         ("530B", 105, 20480, 128, 8, 35, 2520, 2520, 163, 1),
         ("1T", 128, 25600, 160, 8, 64, 3072, 3072, 163, 1),
     )
-    more = "--fp16 --recompute-granularity full"
     for size, layers, hidden, heads, tensor, pipeline, gpus, batch, teraflops, micro_batch in table:
         yield PublishedRun(
             name=f"SC21 {size}, {gpus} A100",
-            flags=_gpt(layers, hidden, heads, tensor, pipeline, batch, micro_batch, more),
+            flags=_gpt(
+                layers=layers,
+                hidden=hidden,
+                heads=heads,
+                tensor=tensor,
+                pipeline=pipeline,
+                global_batch=batch,
+                micro_batch=micro_batch,
+                other_flags="--fp16 --recompute-granularity full",
+            ),
             gpus=gpus,
             step_s=_step_of(layers, hidden, batch, gpus, teraflops),
         )
 
 
 def _mlsys23() -> Iterator[PublishedRun]:
-    """Yield Megatron-LM's runs with full recomputation, and with selective one and sequence parallelism."""
+    """Yield the runs of Megatron-LM in table 5 of Korthikanti et al. (MLSys23, arXiv 2205.05198).
+
+    Each model was trained in two ways: with full recomputation of the activations, and with selective
+    recomputation (of the attention scores only) and sequence parallelism.
+    """
     # Parameters, layers, hidden size, heads, pipeline, GPUs, batch, micro-batch, chunks, seconds with
-    # full and with selective recomputation.
+    # full recomputation, seconds with selective recomputation.
     table = (
         ("22B", 48, 6144, 64, 1, 8, 4, 4, 1, 1.42, 1.10),
         ("175B", 96, 12288, 96, 8, 64, 64, 1, 3, 18.13, 13.75),
@@ -218,29 +260,43 @@ def _mlsys23() -> Iterator[PublishedRun]:
         micro_batch,
         chunks,
         full_s,
-        some_s,
+        selective_s,
     ) in table:
         chunk_flags = ""
         if chunks > 1:
             chunk_flags = f"--num-virtual-stages-per-pipeline-rank {chunks}"
-        steps = {
+        step_and_flags = {
             "full": (full_s, "--fp16 --recompute-granularity full"),
-            "selective": (some_s, "--fp16 --recompute-granularity selective --sequence-parallel"),
+            "selective": (
+                selective_s,
+                "--fp16 --recompute-granularity selective --sequence-parallel",
+            ),
         }
-        for recompute, (step_s, more) in steps.items():
-            flags = f"{more} {chunk_flags}"
+        for recompute, (step_s, recompute_flags) in step_and_flags.items():
             yield PublishedRun(
                 name=f"MLSys23 {size}, {gpus} A100, {recompute}",
-                flags=_gpt(layers, hidden, heads, 8, pipeline, batch, micro_batch, flags),
+                flags=_gpt(
+                    layers=layers,
+                    hidden=hidden,
+                    heads=heads,
+                    tensor=8,
+                    pipeline=pipeline,
+                    global_batch=batch,
+                    micro_batch=micro_batch,
+                    other_flags=f"{recompute_flags} {chunk_flags}",
+                ),
                 gpus=gpus,
                 step_s=step_s,
             )
 
 
 def _bloom() -> Iterator[PublishedRun]:
-    """Yield the configurations that were tried before BLOOM-176B, on 384 A100s of 80 GB."""
-    # Precision, layers, hidden size, heads, tensor, pipeline, micro-batch, GiB, seconds. BLOOM itself was
-    # trained with the first row.
+    """Yield the configurations that BigScience measured on 384 A100s of 80 GB to choose that of BLOOM-176B.
+
+    They differ in the precision, the shape of the model and the parallel sizes. The first one was chosen:
+    BLOOM was trained with it.
+    """
+    # Precision, layers, hidden size, heads, tensor, pipeline, micro-batch, GiB, seconds.
     table = (
         ("bf16", 70, 14336, 112, 4, 12, 2, 59, 104.50),
         ("bf16", 70, 14336, 64, 4, 12, 4, 73, 102.27),
@@ -254,17 +310,25 @@ def _bloom() -> Iterator[PublishedRun]:
         ("fp16", 72, 14336, 64, 8, 12, 4, 49, 117.07),
     )
     for precision, layers, hidden, heads, tensor, pipeline, micro_batch, gib, step_s in table:
-        more = f"--{precision} --checkpoint-activations --position-embedding-type alibi"
-        # BF16_Optimizer was used at ZeRO 0, and fp16 at ZeRO 1.
+        # The runs in bf16 had ZeRO 0 in ds_config. There DeepSpeed makes its BF16_Optimizer, which shards
+        # optimizer states all the same. The runs in fp16 had ZeRO 1.
         zero = 0 if precision == "bf16" else 1
         config = {precision: {"enabled": True}, "zero_optimization": {"stage": zero}}
         stage_layers = ()
-        if precision == "bf16":  # --pp-partition-method "type:transformer|embedding"
+        if precision == "bf16":  # these had --pp-partition-method "type:transformer|embedding"
             stage_layers = _with_embeddings_as_layers(layers, pipeline)
         yield PublishedRun(
             name=f"BLOOM {layers} x {hidden}, {precision}, TP {tensor} PP {pipeline} MB {micro_batch}",
             flags=_gpt(
-                layers, hidden, heads, tensor, pipeline, 2048, micro_batch, more, vocabulary=250880
+                layers=layers,
+                hidden=hidden,
+                heads=heads,
+                tensor=tensor,
+                pipeline=pipeline,
+                global_batch=2048,
+                micro_batch=micro_batch,
+                other_flags=f"--{precision} --checkpoint-activations --position-embedding-type alibi",
+                vocabulary=250880,
             ),
             gpus=384,
             step_s=step_s,
@@ -276,30 +340,41 @@ def _bloom() -> Iterator[PublishedRun]:
 
 
 def _with_embeddings_as_layers(layers: int, pipeline: int) -> tuple[int, ...]:
-    """Return the layers of each stage if the embedding and the output layer count as a layer each."""
+    """Return the transformer blocks of each stage if embedding and output layer count as a layer each.
+
+    All stages get the same number of layers. The embedding is a layer of the first stage, and the output
+    layer is one of the last stage, so these two stages have a block less. Example: 70 blocks on 12 stages
+    are 72 layers, 6 a stage, so the result is (5, 6, 6, ..., 6, 5).
+    """
     layers_of_stage = (layers + 2) // pipeline
-    between = [layers_of_stage] * (pipeline - 2)
-    return (layers_of_stage - 1, *between, layers_of_stage - 1)
+    middle_stages = [layers_of_stage] * (pipeline - 2)
+    return (layers_of_stage - 1, *middle_stages, layers_of_stage - 1)
 
 
-def _others() -> Iterator[PublishedRun]:
-    """Yield GPT-NeoX 20B, OPT 175B and Llama 3.1 8B."""
+def _neox_opt_and_llama() -> Iterator[PublishedRun]:
+    """Yield the runs of GPT-NeoX 20B, OPT 175B and Llama 3.1 8B.
+
+    Their sources are arXiv 2204.06745, arXiv 2205.01068, and torchtitan's page of benchmarks ("titan" in
+    the name of a run). The papers give TFLOP/s for each GPU, and torchtitan gives tokens a second.
+    """
     yield PublishedRun(
         name="GPT-NeoX 20B, 96 A100",
         flags=_gpt(
-            44,
-            6144,
-            64,
-            2,
-            4,
-            1536,
-            4,
-            "--fp16 --checkpoint-activations --use-rotary-position-embeddings "
+            layers=44,
+            hidden=6144,
+            heads=64,
+            tensor=2,
+            pipeline=4,
+            global_batch=1536,
+            micro_batch=4,
+            other_flags="--fp16 --checkpoint-activations --use-rotary-position-embeddings "
             "--untie-embeddings-and-output-weights",
             vocabulary=50432,
         ),
         gpus=96,
-        step_s=_step_of(44, 6144, 1536, 96, 117, vocabulary=50432),
+        step_s=_step_of(
+            layers=44, hidden=6144, global_batch=1536, gpus=96, teraflops=117, vocabulary=50432
+        ),
         gpu="A100-SXM4-40GB",
         rate="800Gb/s",
         ds_config=json.dumps({"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}),
@@ -307,18 +382,20 @@ def _others() -> Iterator[PublishedRun]:
     yield PublishedRun(
         name="OPT 175B, 992 A100",
         flags=_gpt(
-            96,
-            12288,
-            96,
-            8,
-            1,
-            992,
-            8,
-            "--fp16 --recompute-granularity full --use-torch-fsdp2",
+            layers=96,
+            hidden=12288,
+            heads=96,
+            tensor=8,
+            pipeline=1,
+            global_batch=992,
+            micro_batch=8,
+            other_flags="--fp16 --recompute-granularity full --use-torch-fsdp2",
             vocabulary=50272,
         ),
         gpus=992,
-        step_s=_step_of(96, 12288, 992, 992, 147, vocabulary=50272),
+        step_s=_step_of(
+            layers=96, hidden=12288, global_batch=992, gpus=992, teraflops=147, vocabulary=50272
+        ),
     )
     llama = (
         "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention "
@@ -327,7 +404,7 @@ def _others() -> Iterator[PublishedRun]:
         "--padded-vocab-size 128256 --micro-batch-size 2 --bf16 --use-torch-fsdp2"
     )
     sequence, micro_batch = 8192, 2
-    for gpus, tokens_per_s in ((8, 6667), (128, 6514)):  # of each GPU
+    for gpus, tokens_per_s in ((8, 6667), (128, 6514)):  # tokens a second on each GPU
         yield PublishedRun(
             name=f"titan Llama 3.1 8B, {gpus} H100",
             flags=f"{llama} --global-batch-size {micro_batch * gpus}",
@@ -339,37 +416,49 @@ def _others() -> Iterator[PublishedRun]:
 
 
 #: All runs, by name.
-RUNS = {run.name: run for run in (*_sc21(), *_mlsys23(), *_bloom(), *_others())}
+RUNS = {run.name: run for run in (*_sc21(), *_mlsys23(), *_bloom(), *_neox_opt_and_llama())}
 
 
 def rows_of(run: PublishedRun) -> Iterator[Row]:
     """Yield the rows of a run: published and predicted step, its error, and memory if it was published."""
     predicted = predict(run)
-
-    def row(metric: str, value: float, unit: str, target: str = "") -> Row:
-        return Row.median(run.name, metric, [value], unit, emulated=False, target=target)
-
-    yield row("published step", run.step_s, "s")
-    yield row("predicted step", predicted.step_s, "s")
-    yield row("error", predicted.step_s / run.step_s - 1, "of the published")
+    yield _row(run.name, "published step", run.step_s, "s")
+    yield _row(run.name, "predicted step", predicted.step_s, "s")
+    yield _row(run.name, "error", predicted.step_s / run.step_s - 1, "of the published")
     if run.memory_gib:
-        yield row("published memory", run.memory_gib, "GiB")
-        yield row("predicted memory", predicted.memory_bytes / GIB, "GiB")
+        yield _row(run.name, "published memory", run.memory_gib, "GiB")
+        yield _row(run.name, "predicted memory", predicted.memory_bytes / GIB, "GiB")
+
+
+def _row(case: str, metric: str, value: float, unit: str, target: str = "") -> Row:
+    """Return the row of a single value, which was published or computed: nothing ran here.
+
+    Args:
+        case: Name of the run.
+        metric: Name of the value.
+        value: The value.
+        unit: Unit of the value.
+        target: A bound such as "<= 0.25"; "" if there is none.
+    """
+    # emulated: whether a lab imitated the compute of a job that ran.
+    return Row.of(case, metric, value, unit, spread=(value, value), emulated=False, target=target)
 
 
 def main() -> int:
-    """Predict the chosen runs, print a table, and return the exit status."""
+    """Predict the chosen runs, print a table, and return the exit status.
+
+    The status is 1 if the step of a run differs by more than WITHIN from the published one, else 0.
+    """
     arguments = parser("Compare predictions with published runs.").parse_args()
     names = chosen_cases(arguments.cases, RUNS)
     rows = [row for name in names for row in rows_of(RUNS[name])]
     errors = [abs(row.value) for row in rows if row.metric == "error"]
     rows.append(
-        Row.median(
+        _row(
             f"{len(errors)} published runs",
             "largest error of a step",
-            [max(errors)],
-            "of the published",
-            emulated=False,
+            value=max(errors),
+            unit="of the published",
             target=f"<= {WITHIN}",
         )
     )

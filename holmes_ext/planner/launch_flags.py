@@ -23,23 +23,24 @@ ZERO_WEIGHTS = 3
 def limited(
     limits: Limits, engine: EngineTraits, framework: str, has_experts: bool = False
 ) -> Limits:
-    """Return the values of each size that both the user and the framework allow.
+    """Return limits on the search space that allow only what both the user and the framework allow.
 
-    Some frameworks can reduce gradients hierarchically by themselves, on all stages or on none.
-    With them, the search may not choose the reduction of each stage. So the result's `hierarchical`
-    names the ZeRO stages under which the framework can do this. It is None for other frameworks:
-    there holmes reduces.
+    Example: the user allows the tensor-parallel sizes 4 and 8, the framework 1, 2 and 4 -> only 4.
 
-    Example: the user allows tensor sizes 4 and 8, the framework 1, 2 and 4 -> only 4.
+    The field `hierarchical` of the result says who reduces gradients hierarchically (inside clusters,
+    then across them):
+
+        None         holmes does, and the search chooses the reduction of each pipeline stage
+        (1,), ...    the framework does, at these ZeRO stages only, and on all pipeline stages alike
 
     Args:
         limits: Limits of the user on the search space.
-        engine: Properties of the framework, with the values of each size that it allows.
+        engine: Properties of the framework, with the values of each limit that it allows.
         framework: Name of the framework, for the error message.
         has_experts: Whether the model has experts (mixture of experts).
 
     Raises:
-        HolmesError: No value of a size is allowed by both.
+        HolmesError: For some limit, no value is allowed by both.
     """
     allowed = dict(limits.allowed)
     for name, values in engine.limits_for(has_experts).items():
@@ -95,44 +96,46 @@ def launches(
         options: Options of the user with which the plan was made.
     """
     shape = candidate.shape
-    # flags of holmes itself
-    holmes = added(candidate, cluster, plan, options=options)
-    holmes_without_layers = added(candidate, cluster, plan, layers=False, options=options)
+    # Flags of holmes itself. The scripts of torch and torchtitan divide the layers into stages
+    # themselves, so their flags do not name the layers of the stages.
+    holmes_flags = added(candidate, cluster, plan, options=options)
+    holmes_flags_without_layers = added(candidate, cluster, plan, layers=False, options=options)
     overlap_flags = ["--holmes-overlap", "on" if overlap else "off"]
-    lm_flags, lm_lacks = _megatron_lm(candidate, model, global_batch)
+    lm_flags, lm_unsupported = _megatron_lm(candidate, model, global_batch)
     lm_flags += ["--overlap-grad-reduce"] if overlap else overlap_flags
     config = _ds_config(candidate, model, global_batch)
-    lacks = _unsupported(candidate, "deepspeed")
+    ds_unsupported = _unsupported(candidate, "deepspeed")
     pipeline_config = {}
     if shape.pipeline > 1:
-        # For the user of PipelineModule, and for holmes to compare with the plan.
+        # DeepSpeed's PipelineModule takes these two numbers as arguments: the user's script passes them
+        # on. At the start of the job, holmes compares the number of stages with the plan.
         checkpoint_interval = int(shape.recompute == "full")
         pipeline_config["pipeline"] = {
             "stages": shape.pipeline,
             "activation_checkpoint_interval": checkpoint_interval,
         }
     sizes = f"pipeline={shape.pipeline},tensor={shape.tensor}"
-    ds_flags = ["--deepspeed_config", "ds_config.json", *holmes]
+    ds_flags = ["--deepspeed_config", "ds_config.json", *holmes_flags]
     ds_flags += ["--holmes-sizes", sizes, *overlap_flags]
     megatron_ds_flags = _megatron_deepspeed(candidate, model, global_batch)
-    megatron_ds_flags += [*overlap_flags, *holmes]
-    megatron_ds_lacks = _unsupported(candidate, "megatron-deepspeed", bool(model.experts))
+    megatron_ds_flags += [*overlap_flags, *holmes_flags]
+    megatron_ds_unsupported = _unsupported(candidate, "megatron-deepspeed", bool(model.experts))
     return {
         "megatron-lm": Launch(
-            (*lm_flags, *holmes),
-            lacks=tuple(lm_lacks),
+            (*lm_flags, *holmes_flags),
+            lacks=tuple(lm_unsupported),
             environment=_megatron_lm_environment(candidate),
         ),
-        "deepspeed": Launch(tuple(ds_flags), {**config, **pipeline_config}, lacks),
-        "megatron-deepspeed": Launch(tuple(megatron_ds_flags), config, megatron_ds_lacks),
-        "ddp": Launch(tuple(holmes), lacks=_unsupported(candidate, "ddp")),
-        "fsdp2": _fsdp2(candidate, holmes),
+        "deepspeed": Launch(tuple(ds_flags), {**config, **pipeline_config}, ds_unsupported),
+        "megatron-deepspeed": Launch(tuple(megatron_ds_flags), config, megatron_ds_unsupported),
+        "ddp": Launch(tuple(holmes_flags), lacks=_unsupported(candidate, "ddp")),
+        "fsdp2": _fsdp2(candidate, holmes_flags),
         "torch": Launch(
-            tuple(holmes_without_layers),
+            tuple(holmes_flags_without_layers),
             lacks=_unsupported(candidate, "torch"),
             script=_torch_script(candidate),
         ),
-        "torchtitan": _torchtitan(candidate, global_batch, holmes_without_layers),
+        "torchtitan": _torchtitan(candidate, global_batch, holmes_flags_without_layers),
     }
 
 
@@ -266,9 +269,13 @@ def _ds_config(candidate: Candidate, model: Model, global_batch: int) -> dict[st
 
 
 def _unsupported(candidate: Candidate, name: str, has_experts: bool = False) -> tuple[str, ...]:
-    """Return the properties of a plan that a framework does not support.
+    """Return the properties of a plan that a framework does not support, in words for the user.
+
+    Each text ends with the limit that excludes such plans from the search, for example "zero 3 (limit
+    zero=0,1)".
 
     Args:
+        candidate: The plan.
         name: Name of the framework in ENGINES.
         has_experts: Whether the model has experts (mixture of experts).
     """
@@ -276,14 +283,15 @@ def _unsupported(candidate: Candidate, name: str, has_experts: bool = False) -> 
     order = candidate.placement.sizes.order
     limits = ENGINES[name].limits_for(has_experts)
     lacks = []
-    # The sizes; a Shape has no attribute "order", which follows below.
+    # Limits on the fields of Shape. That on "order", which is none of them, follows below.
     for axis, allowed in limits.items():
         value = getattr(shape, axis, None)
         if value is not None and value not in allowed:
             lacks.append(f"{axis} {value} (limit {axis}={','.join(map(str, allowed))})")
-    # Without a limit on the order of the axes, the framework supports every order. PIPELINES_FIRST
-    # numbers the ranks of one pipeline after the other. The user excludes it by the option
-    # `--limit clusters=pipeline` (only pipelines cross clusters), so the message has this text.
+    # Without a limit on the order of the axes, the framework supports every order.
+    # With the order PIPELINES_FIRST, each pipeline has consecutive ranks. The search chooses it where
+    # stages cannot have whole nodes of each cluster. Then data-parallel groups cross clusters, which
+    # `--limit clusters=pipeline` forbids (only pipelines cross clusters).
     allowed_orders = limits.get("order")
     is_refused = allowed_orders is not None and order not in allowed_orders
     if order == PIPELINES_FIRST and is_refused:

@@ -25,8 +25,8 @@ Details behind the columns:
     offload          ZeRO 1, 2 and 3 keep optimizer states in the host's memory, 2 and 3 also the sums of
                      gradients. ZeRO 0 cannot: DeepSpeedCPUAdam refuses parameters on a GPU.
 
-Releases differ in three points; _CHANGES has them. Read were the sources of the first and last releases of
-the minor versions from 0.14.4 to 0.19.8, and of the releases around each change.
+Releases differ in three points; _BEHAVIOUR_SINCE has them. Read were the sources of the first and last
+releases of the minor versions from 0.14.4 to 0.19.8, and of the releases around each change.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import UNKNOWN, installed_version, release_of
 from holmes_ext.plan.cost.model import Mode, StateBytes, sharded_by
 
-#: Newest release whose source was read. It is assumed where DeepSpeed is not installed.
+#: Newest release that the table above was checked against. It is assumed where DeepSpeed is not installed.
 NEWEST_READ = "0.19.8"
 PRECISIONS = ("fp32", "fp16", "bf16")
 #: Bytes of an element.
@@ -51,7 +51,7 @@ _ZERO_GRADIENTS, _ZERO_WEIGHTS = 2, 3
 
 @dataclass(frozen=True)
 class Changes:
-    """Behaviour that differs between releases of DeepSpeed."""
+    """Behaviour of one release of DeepSpeed, in the points in which releases differ."""
 
     #: Whether bf16 at ZeRO 0 sums gradients in fp32 unless data_types.grad_accum_dtype says otherwise.
     sums_bf16_in_fp32: bool
@@ -62,7 +62,7 @@ class Changes:
 
 
 #: First release of a behaviour -> the behaviour, from the oldest release to the newest.
-_CHANGES = {
+_BEHAVIOUR_SINCE = {
     "0": Changes(sums_bf16_in_fp32=True, accepts_fp32_sums=True, accepts_bf16_sums=False),
     "0.17.6": Changes(sums_bf16_in_fp32=False, accepts_fp32_sums=True, accepts_bf16_sums=True),
     "0.18.5": Changes(sums_bf16_in_fp32=False, accepts_fp32_sums=False, accepts_bf16_sums=True),
@@ -92,7 +92,11 @@ class Optimizer:
 
 
 def release() -> str:
-    """Return the installed release of DeepSpeed, or the newest whose source was read if there is none."""
+    """Return the installed release of DeepSpeed, such as "0.16.9".
+
+    If DeepSpeed is not installed, or its release is not known, the result is NEWEST_READ: the newest
+    release that this module's table was checked against.
+    """
     installed = installed_version("deepspeed")
     if installed is None or release_of(installed) == UNKNOWN:
         return NEWEST_READ
@@ -116,9 +120,9 @@ def optimizer_of(types: TrainingTypes, mode: Mode, version: str) -> Optimizer:
         raise HolmesError(
             f"ds_config: ZeRO {mode.zero} is refused by DeepSpeed's pipeline engine; {way_out}"
         )
-    changes = _changes_of(version)
-    sums = types.sums or _default_sums(types, mode, changes)
-    name = _name_of(types, mode, sums, changes, version)
+    behaviour = _behaviour_of(version)
+    sums = types.sums or _default_sums(types, mode, behaviour)
+    name = _name_of(types, mode, sums, behaviour, version)
     return Optimizer(name, _state_of(name, types, mode, sums), sums)
 
 
@@ -138,11 +142,11 @@ def state_of_mode(types: TrainingTypes, version: str) -> dict[Mode, StateBytes]:
     return states
 
 
-def _changes_of(version: str) -> Changes:
+def _behaviour_of(version: str) -> Changes:
     """Return the behaviour of a release."""
     release = release_of(version)
-    first_releases = [first for first in _CHANGES if Version(first) <= release]
-    return _CHANGES[first_releases[-1]]
+    first_releases = [first for first in _BEHAVIOUR_SINCE if Version(first) <= release]
+    return _BEHAVIOUR_SINCE[first_releases[-1]]
 
 
 def _check_offload(types: TrainingTypes, mode: Mode) -> None:
@@ -154,22 +158,39 @@ def _check_offload(types: TrainingTypes, mode: Mode) -> None:
         )
 
 
-def _default_sums(types: TrainingTypes, mode: Mode, changes: Changes) -> str:
-    """Return the type of the sums of gradients without data_types.grad_accum_dtype (get_data_types)."""
-    if types.precision == "bf16" and mode.zero == 0 and changes.sums_bf16_in_fp32:
+def _default_sums(types: TrainingTypes, mode: Mode, behaviour: Changes) -> str:
+    """Return the type in which gradients are summed if data_types.grad_accum_dtype is not set.
+
+    The sums are those over the micro-batches of a step. DeepSpeed chooses their type in
+    DeepSpeedEngine.get_data_types().
+
+    Returns:
+        "fp32", "fp16" or "bf16".
+    """
+    if types.precision == "bf16" and mode.zero == 0 and behaviour.sums_bf16_in_fp32:
         return "fp32"
     return types.precision
 
 
-def _name_of(types: TrainingTypes, mode: Mode, sums: str, changes: Changes, version: str) -> str:
-    """Return the optimizer's name, one of OPTIMIZERS (engine._do_optimizer_sanity_check).
+def _name_of(types: TrainingTypes, mode: Mode, sums: str, behaviour: Changes, version: str) -> str:
+    """Return the name of the optimizer that DeepSpeed makes, one of OPTIMIZERS.
+
+    The conditions are those of DeepSpeedEngine._do_optimizer_sanity_check(), which chooses it.
+
+    Args:
+        types: Precision and offload.
+        mode: ZeRO stage, and whether there is a pipeline.
+        sums: Type in which gradients are summed over micro-batches: "fp32", "fp16" or "bf16".
+        behaviour: What this release accepts at ZeRO 0.
+        version: The release, for the error message.
 
     Raises:
         HolmesError: The release refuses the types.
     """
     precision = types.precision
     if mode.zero > 0:
-        # Only offloading to "cpu" leads to ZeRO's optimizer here; "nvme" is ignored.
+        # bf16 with sums in fp32 has BF16_Optimizer at ZeRO 1. It cannot offload: with the device "cpu"
+        # DeepSpeed makes ZeRO's optimizer instead. With "nvme" it keeps BF16_Optimizer, without offload.
         is_bf16_optimizer = (precision, sums, mode.zero) == ("bf16", "fp32", 1)
         return BF16 if is_bf16_optimizer and types.offload != "cpu" else ZERO
     if precision == "fp32" and sums == "fp32":
@@ -179,9 +200,9 @@ def _name_of(types: TrainingTypes, mode: Mode, sums: str, changes: Changes, vers
     if precision == "bf16" and sums == "bf16":
         if mode.has_pipeline:
             return BF16
-        if changes.accepts_bf16_sums:
+        if behaviour.accepts_bf16_sums:
             return FP16
-    if precision == "bf16" and sums == "fp32" and changes.accepts_fp32_sums:
+    if precision == "bf16" and sums == "fp32" and behaviour.accepts_fp32_sums:
         return BF16
     raise HolmesError(
         f"ds_config: DeepSpeed {version} cannot sum {precision} gradients in {sums} at ZeRO 0; set "
@@ -190,9 +211,20 @@ def _name_of(types: TrainingTypes, mode: Mode, sums: str, changes: Changes, vers
 
 
 def _state_of(name: str, types: TrainingTypes, mode: Mode, sums: str) -> StateBytes:
-    """Return the bytes that an optimizer keeps for one parameter on a GPU, and which of them it shards."""
+    """Return the bytes that an optimizer keeps for one parameter on a GPU, and which of them it shards.
+
+    The gradient may take two parts of memory: that of the last backward pass, in the type of the weights,
+    and the sum over the micro-batches, in the type `sums`. An optimizer that adds up in the first part
+    keeps no second one. The module's docstring has the table.
+
+    Args:
+        name: Name of the optimizer, one of OPTIMIZERS.
+        types: Precision, offload and moments.
+        mode: ZeRO stage, and whether there is a pipeline.
+        sums: Type in which gradients are summed over micro-batches: "fp32", "fp16" or "bf16".
+    """
     width = float(WIDTHS[types.precision])
-    sum_width = float(WIDTHS[sums])
+    gradient_and_sum_bytes = width + WIDTHS[sums]  # with both parts
     main_weight_bytes = 0.0 if name == PLAIN else 4.0  # the copy of the weights in 32 bits
     state = StateBytes(
         weights=width, gradients=width, optimizer=main_weight_bytes + types.moment_bytes
@@ -200,16 +232,20 @@ def _state_of(name: str, types: TrainingTypes, mode: Mode, sums: str) -> StateBy
     if name in (PLAIN, FP16):
         return state
     if name == BF16:
-        return replace(state, gradients=sum_width + width, sharded=("optimizer",))
+        return replace(state, gradients=gradient_and_sum_bytes, sharded=("optimizer",))
+
+    # The rest is ZeRO's own optimizer, at stages 1 to 3. Offloaded states take no memory of the GPU.
     if types.offload:
         state = replace(state, optimizer=0.0)
-    if mode.zero == 1:
-        gradients = width if sums == types.precision else sum_width + width
-        return replace(state, gradients=gradients, sharded=("optimizer",))
-    # ZeRO 2 and 3 sum in shards, with offload in the host's memory.
     sharded = sharded_by(mode.zero)
+    if mode.zero == 1:
+        # Every rank sums all gradients: in place, or in a second tensor if the types differ.
+        gradients = width if sums == types.precision else gradient_and_sum_bytes
+        return replace(state, gradients=gradients, sharded=sharded)
+    # From ZeRO 2 on, a rank sums the gradients of its shard only. Offload moves these sums to the host too.
     if types.offload:
         return replace(state, gradients=0.0, sharded=sharded)
     if mode.zero == _ZERO_GRADIENTS:
-        return replace(state, gradients=sum_width + width, sharded=sharded)
-    return replace(state, gradients=sum_width, sharded=sharded)
+        return replace(state, gradients=gradient_and_sum_bytes, sharded=sharded)
+    # ZeRO 3 keeps the sums only.
+    return replace(state, gradients=float(WIDTHS[sums]), sharded=sharded)

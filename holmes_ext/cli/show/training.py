@@ -184,14 +184,17 @@ def _model_of_job(args: argparse.Namespace, command_line: CommandLine) -> Model 
     """
     model = load_model(args.model) if args.model else command_line.model
     if model is None and command_line.trouble:
-        # The message names the flag of a job. `holmes plan` has an option in its place.
+        # The message advises --holmes-model, a flag of training jobs. The same option of `holmes plan`
+        # is called --model.
         raise HolmesError(command_line.trouble.replace("--holmes-model", "--model"))
     if model is not None and args.command and args.model:
         model = _with_values_of_command(model, dict(command_line.training))
-        states = command_line.state_of_mode
-        # The widths agree if ds_config has the precision that the model's file assumes.
+        states = command_line.state_of_mode  # bytes that DeepSpeed keeps; {} without a ds_config
+        # They count only if the weights have as many bytes in ds_config as in the model's file: 2 for
+        # fp16 and bf16, 4 for fp32.
         if states and next(iter(states.values())).weights == model.activation_width:
             model = replace(model, state_of_mode=states)
+            # has_pipeline: see _with_values_of_command().
             model = with_mode(model, Mode(command_line.zero, has_pipeline=False))
     if args.global_batch is None:
         return model
@@ -296,13 +299,16 @@ def _with_values_of_command(model: Model, values: dict[str, Any]) -> Model:
         model: The model.
         values: Field of the model (or "zero") -> value in the command.
     """
-    zero = values.pop("zero", zero_of(model))
+    model_fields = {name: value for name, value in values.items() if name != "zero"}
     # Global batch and micro-batches follow from each other: 0 means that the number is computed.
     if "global_batch" in values:
-        values["micro_batches"] = 0
+        model_fields["micro_batches"] = 0
     elif "micro_batches" in values:
-        values["global_batch"] = 0
-    return with_mode(replace(model, **values), Mode(zero, has_pipeline=False))
+        model_fields["global_batch"] = 0
+    zero = values.get("zero", zero_of(model))
+    # The number of pipeline stages is not decided yet. Until it is, the bytes of a parameter are those
+    # without a pipeline; Shape.model() sets them again for each layout.
+    return with_mode(replace(model, **model_fields), Mode(zero, has_pipeline=False))
 
 
 def _command_of(words: list[str]) -> Command:

@@ -79,7 +79,11 @@ ZERO_ORDER = ("optimizer", "gradients", "weights")
 
 
 class Mode(NamedTuple):
-    """ZeRO stage of a job, and whether it has pipeline parallelism: an engine may treat both differently."""
+    """ZeRO stage of a job, and whether the job has pipeline parallelism.
+
+    The bytes that an engine keeps for one parameter depend on both. For example, DeepSpeed in bf16 at
+    ZeRO 0 may shard optimizer states with a pipeline, but not without one.
+    """
 
     zero: int
     has_pipeline: bool
@@ -87,7 +91,7 @@ class Mode(NamedTuple):
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of GPU memory for one parameter, by part of the training state.
+    """Bytes of GPU memory for one parameter of the model, by part of the training state.
 
     Offloaded parts are on the host, and have 0 bytes here.
     """
@@ -100,16 +104,23 @@ class StateBytes:
 
     @property
     def total(self) -> float:
-        """Return the bytes of all parts, without sharding."""
+        """Return the bytes of all parts for one parameter, as if none were sharded."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def sharded_bytes(self) -> float:
-        """Return the bytes of the sharded parts, before the division."""
+        """Return the bytes of the sharded parts for one parameter, on all data-parallel ranks together.
+
+        Example: 12 for Adam in 16 bits at ZeRO 1. With 8 ranks, each of them holds 12 / 8.
+        """
         return sum(self.bytes_of(part) for part in self.sharded)
 
     def bytes_of(self, part: str) -> float:
-        """Return the bytes of one part: "weights", "gradients" or "optimizer"."""
+        """Return the bytes of one part for one parameter.
+
+        Args:
+            part: "weights", "gradients" or "optimizer".
+        """
         part_bytes: float = getattr(self, part)
         return part_bytes
 
@@ -892,21 +903,29 @@ class Memory:
 
 
 def precision_of(model: Model) -> str:
-    """Return the number format of the model's weights: "fp32", "fp16" or "bf16".
+    """Return the number format in which the GPUs can train the model: "fp32", "fp16" or "bf16".
 
-    If only their width is known, 16 bits are bfloat16. They are float16 if some GPU has no bfloat16,
-    whatever the model says.
+    It is the model's own precision. If only the width of a number is known, 32 bits mean "fp32" and 16
+    bits mean "bf16". There is one exception: "fp16" replaces "bf16" if a GPU cannot compute in bfloat16.
     """
     gpus = model.gpus.values() or (model.gpu,)
-    default = "fp32" if model.activation_width == _FP32_BYTES else "bf16"
-    precision = model.precision or default
+    precision_by_width = "fp32" if model.activation_width == _FP32_BYTES else "bf16"
+    precision = model.precision or precision_by_width
     if precision == "bf16" and not all(gpu.has_bfloat16 for gpu in gpus):
         return "fp16"
     return precision
 
 
 def accepts(model: Model, mode: Mode) -> bool:
-    """Return whether the engine can train the model with this ZeRO stage, with or without a pipeline."""
+    """Return whether the training engine, such as DeepSpeed, accepts a ZeRO stage for this model.
+
+    The model's `state_of_mode` has an entry for each mode that its engine accepts. If the table is empty,
+    nothing is known about the engine, and every mode is accepted.
+
+    Args:
+        model: The model, with the table.
+        mode: ZeRO stage, and whether there is a pipeline.
+    """
     return not model.state_of_mode or mode in model.state_of_mode
 
 

@@ -49,7 +49,10 @@ def lines_about_bfloat16(precision: str, spec: SiteSpec) -> Iterator[str]:
 
 
 def with_number_formats(model: Model, spec: SiteSpec) -> Model:
-    """Return the model with the GPUs of each cluster, of which those without bfloat16 are marked.
+    """Return the model with the number formats of each cluster's GPUs: whether they have bfloat16.
+
+    The result is in `Gpu.has_bfloat16`, for each cluster of `model.gpus`. For example, it is False for a
+    cluster of Tesla V100 and True for one of A100.
 
     Args:
         model: The model, with the speed and memory of each cluster's GPUs.

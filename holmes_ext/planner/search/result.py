@@ -215,9 +215,10 @@ class SearchResult:
         return self.batch_flops / candidate.step_s / self.network.world
 
     def prices(self, shape: Shape, flat: bool = False) -> Prices:
-        """Return the times of computation and communication for a shape.
+        """Return the Prices of a shape: times of computation and communication for any placement.
 
         Args:
+            shape: Parallel sizes, micro-batch, recomputation and ZeRO stage.
             flat: Without hierarchical all-reduce.
         """
         return self._cached_prices(shape, flat)
@@ -228,29 +229,36 @@ class SearchResult:
         return lru_cache(maxsize=64)(self._compute_prices)
 
     def _compute_prices(self, shape: Shape, flat: bool) -> Prices:
-        """Return the times of computation and communication for a shape (parallel sizes).
+        """Return the Prices of a shape: times of computation and communication for any placement.
 
-        Stages reduce their gradients in one ring (flat) or hierarchically. Some frameworks have
-        hierarchical reductions of their own, under certain ZeRO stages (`hierarchical_zero`); then
-        all stages reduce in the same way. If `hierarchical_zero` is None, holmes itself reduces
-        hierarchically and chooses the way for each stage.
+        A pipeline stage reduces its gradients flat (in one ring) or hierarchically. Who reduces
+        hierarchically decides which ways are possible:
+
+            holmes           each stage has the way that is faster for it
+            the framework    all stages have the same way, and the ZeRO stages are limited
+
+        The way is flat in both cases if `flat` is set.
 
         Args:
             shape: Parallel sizes, micro-batch, recomputation and ZeRO stage.
             flat: Without hierarchical all-reduce.
         """
-        hierarchical_zero = self.limits.hierarchical
-        reductions = self.limits.of("reduction", self.rules.reductions)
-        is_unsupported = hierarchical_zero is not None and shape.zero not in hierarchical_zero
-        if flat or is_unsupported:
-            reductions = [FLAT]
+        # ZeRO stages at which the framework can reduce hierarchically; None: holmes does, at any.
+        framework_zero_stages = self.limits.hierarchical
+        can_be_hierarchical = not flat
+        if framework_zero_stages is not None and shape.zero not in framework_zero_stages:
+            can_be_hierarchical = False
+        reductions = [FLAT]
+        if can_be_hierarchical:
+            reductions = self.limits.of("reduction", self.rules.reductions)
         rules = replace(
             self.rules,
             reductions=tuple(reductions),
             zero=shape.traffic_zero(self.model),
             virtual=shape.virtual,
             memory_bytes=self.limits.memory_bytes,
-            same_reductions=hierarchical_zero is not None,  # all stages use the same reduction
+            # A framework reduces in the same way on all pipeline stages.
+            same_reductions=framework_zero_stages is not None,
             hybrid=shape.replicas > 1,  # ZeRO 3 shards inside each cluster only
         )
         sizes = shape.sizes()

@@ -42,8 +42,10 @@ def execution_of(
     """Return the schedule and the overlap with which the simulation runs a candidate.
 
     Args:
+        result: The job, with the engine (framework) and the rules of its communication.
+        shape: The candidate's parallel sizes, batch sizes, recomputation and ZeRO stage.
         split: Layers of each stage.
-        reductions: Name of each stage's gradient reduction.
+        reductions: Name of each stage's gradient reduction: "flat", "hierarchical" or "hybrid".
         in_flight: Warm-up depth of each stage; () for the framework's own schedule.
         breadth_first: Pass all micro-batches through a chunk before the next chunk.
         listed: Pass order of each stage, written out; () for 1F1B.
@@ -55,9 +57,12 @@ def execution_of(
         overlap = result.overlap
     else:
         overlap = "on" if result.rules.overlap else "off"
-    # Hierarchical ZeRO scatters inside clusters, sums across and gathers inside: a hierarchical
-    # all-reduce, so it is simulated as one, without ZeRO.
-    is_all_reduce = is_hierarchical and result.engine.scatters
+    # ZeRO 1 of most engines reduce-scatters gradients and then all-gathers weights (`scatters`). With a
+    # hierarchical reduction, it reduce-scatters inside each cluster, all-reduces across clusters, and
+    # all-gathers inside each cluster. A hierarchical all-reduce has the same steps, so the simulation
+    # runs that, and no ZeRO besides.
+    replaces_zero = is_hierarchical and result.engine.scatters
+    zero = 0 if replaces_zero else shape.traffic_zero(result.model)
     return Execution(
         result.engine,
         virtual=shape.virtual,
@@ -68,14 +73,14 @@ def execution_of(
         overlap=overlap,
         gather_overlap=result.gather_overlap,
         hierarchical=is_hierarchical,
-        direct=result.rules.direct,
+        direct=result.rules.direct,  # gloo's exchanges inside clusters, not NCCL's rings
         reductions=tuple(reductions),
         compress=result.rules.compress,
-        zero=0 if is_all_reduce else shape.traffic_zero(result.model),
+        zero=zero,
         replicas="clusters" if "hybrid" in reductions else "",
         prefetch=result.rules.prefetch,
-        cut=result.rules.slices,
-        tied=result.rules.tied,
+        cut=result.rules.slices,  # tensor parallel ranks share out messages between clusters
+        tied=result.rules.tied,  # tied embeddings may be all-reduced hierarchically
         compression=result.rules.compression,
     )
 
@@ -173,20 +178,35 @@ def step_without(result: SearchResult, candidate: Candidate) -> float:
 
 
 def memory_of(result: SearchResult, candidate: Candidate, stage: int) -> Memory:
-    """Return the memory of a rank on `stage`, term by term."""
+    """Return the memory of a rank on a pipeline stage, by purpose: weights, activations, ...
+
+    Args:
+        result: The job, with the model.
+        candidate: The plan, with the layers of each stage.
+        stage: Number of the stage, from 0.
+    """
     shape = candidate.shape
-    job = result.prices(shape).job
+    # The layers as one rank has them: tensor parallelism has divided them already.
+    rank_model = result.prices(shape).job
     sizes = candidate.placement.sizes
-    layers_held = [job.block] * candidate.split[stage]
+    layers_held = [rank_model.block] * candidate.split[stage]
     if stage == 0:
-        layers_held.append(job.layers[0])  # embedding
+        layers_held.append(rank_model.layers[0])  # embedding
     if stage == shape.pipeline - 1:
-        layers_held.append(job.layers[-1])  # output layer
-    shards = sizes.data * sizes.context // shape.replicas  # ranks that share the state under ZeRO
+        layers_held.append(rank_model.layers[-1])  # output layer
+    # Ranks among which ZeRO divides the state. With hybrid sharding (replicas > 1), these are the ranks
+    # of one copy of the sharded weights.
+    shards = sizes.data * sizes.context // shape.replicas
     expert_shards = max(1, shards // sizes.expert)
-    kept = _kept_micro_batches(candidate, stage)
+    kept_micro_batches = _kept_micro_batches(candidate, stage)
     return stage_memory(
-        result.model, layers_held, shape.mode, shards, expert_shards, kept, job.working_bytes
+        result.model,
+        layers_held,
+        mode=shape.mode,
+        shards=shards,
+        expert_shards=expert_shards,
+        in_flight=kept_micro_batches,
+        working=rank_model.working_bytes,
     )
 
 

@@ -231,8 +231,9 @@ def _inner_shapes(
 ) -> Iterator[Shape]:
     """Yield all shapes with given parallel sizes.
 
-    A shape has parallel sizes and further settings: here micro-batch, chunks, recomputation, ZeRO
-    stage and expert parallel size vary.
+    The settings of a shape that vary here are the expert parallel size, the micro-batch, `virtual`
+    (chunks of layers per pipeline stage, for the interleaved schedule), recomputation, the ZeRO stage,
+    and `replicas` (copies of the weights that ZeRO 3 shards).
 
     Args:
         model: Model to train.
@@ -240,16 +241,19 @@ def _inner_shapes(
         limits: Values that the user allows.
         sizes: (pipeline, tensor, context)
         data: Data parallel size.
-        clusters: Number of clusters if all have equally many ranks: ZeRO 3 may then keep a replica
-            of the model in each. Otherwise 1, as replicas would differ in size.
+        clusters: Number of clusters if all have equally many ranks, else 1. ZeRO 3 may keep a whole
+            copy of the model in each cluster (hybrid sharding), but only in clusters of equal size.
     """
     pipeline, _, context = sizes
     experts = model.expert_divisor or model.experts or 1
     expert_sizes = limits.of("expert", divisors(data * context) if model.experts else [1])
     has_pipeline = pipeline > 1
+    # ZeRO 2 and 3 are not combined with a pipeline: they would reduce gradients or gather weights for
+    # every micro-batch. DeepSpeed's pipeline engine refuses them.
+    possible_stages = (0, 1) if has_pipeline else ZERO_STAGES
     zero_stages = [
         zero
-        for zero in limits.of("zero", (0, 1) if has_pipeline else ZERO_STAGES)
+        for zero in limits.of("zero", possible_stages)
         if accepts(model, Mode(zero, has_pipeline))
     ]
     micro_batches_allowed = limits.allowed.get("micro_batch", MICRO_BATCHES)
@@ -257,7 +261,7 @@ def _inner_shapes(
         count = sequences // micro_batch  # micro-batches of a step
         if experts % expert or sequences % micro_batch:
             continue
-        may_interleave = pipeline > 1 and model.layers % pipeline == 0 and count % pipeline == 0
+        may_interleave = has_pipeline and model.layers % pipeline == 0 and count % pipeline == 0
         chunk_counts = divisors(model.layers // pipeline) if may_interleave else [1]
         virtuals = limits.of("virtual", chunk_counts)
         recomputes = limits.of("recompute", RECOMPUTE)

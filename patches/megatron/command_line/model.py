@@ -214,7 +214,7 @@ def _is_attention_fused(
 def _byte_fields(settings: Mapping[str, Any], zero_stage: int) -> dict[str, Any]:
     """Return the fields of Model that count bytes under Megatron-LM: of activations, gradients and state.
 
-    The state of a parameter is its weight, its gradient and its share of the optimizer. Megatron-LM's
+    The state of a parameter is its weight, its gradient and its optimizer states. Megatron-LM's
     arguments.py keeps and sends gradients in 32 bits with --bf16, and in 16 bits with --fp16.
 
     Args:
@@ -250,7 +250,9 @@ def _byte_fields(settings: Mapping[str, Any], zero_stage: int) -> dict[str, Any]
     if settings.get("offloaded"):
         optimizer, gradients, weights = bytes_in_zero_order
         state = StateBytes(weights, gradients, optimizer)
-        # Without ZeRO 0: see refusal_by_framework.
+        # The modes in this table are those that Megatron-LM accepts. It offloads optimizer states only
+        # with its distributed optimizer, so ZeRO 0 is not among them. Without offload it accepts every
+        # mode: then no table is needed, because the fields above give the bytes.
         fields["state_of_mode"] = {
             Mode(zero, has_pipeline): replace(state, sharded=sharded_by(zero))
             for zero, has_pipeline in product((1, 2, 3), (False, True))
@@ -263,8 +265,12 @@ def _deepspeed_byte_fields(
 ) -> dict[str, Any]:
     """Return the fields of Model that count bytes under DeepSpeed: of activations, gradients and state.
 
-    What DeepSpeed keeps for a parameter depends on precision, ZeRO stage and pipeline, so the result has
-    a table of them. Gradients travel in the type of the weights unless communication_data_type is given.
+    The bytes that DeepSpeed keeps for a parameter depend on the ZeRO stage and on whether there is a
+    pipeline. The planner may change both, so the field `state_of_mode` is a table: (ZeRO stage, whether
+    there is a pipeline) -> bytes. Modes that DeepSpeed refuses are missing in it. `state_bytes` and
+    `sharded_bytes` are the bytes in the mode of the command line.
+
+    Gradients are sent in the type of the weights unless communication_data_type is given.
 
     Args:
         settings: Name of a setting -> value.
@@ -275,8 +281,8 @@ def _deepspeed_byte_fields(
     version = release()
     states = deepspeed_states(settings)
     mode = _mode_of(settings, zero_stage)
-    # If DeepSpeed refuses the job's own mode, the job's numbers are those of another stage. They do not
-    # count, because `refusal_by_framework` ends the planning of this layout.
+    # If DeepSpeed refuses the command line's mode, the table has no bytes for it, and those of the first
+    # mode stand in. No plan depends on them: the error of refusal_by_framework() ends the planning.
     state = states.get(mode) or next(iter(states.values()))
     if types.precision == "bf16":
         origin = "installed here" if installed_version("deepspeed") else "none is installed here"
@@ -319,11 +325,11 @@ def refusal_by_framework(settings: Mapping[str, Any], zero_stage: int, is_deepsp
 
 def _deepspeed_types(settings: Mapping[str, Any]) -> TrainingTypes:
     """Return the number formats and the offload of a DeepSpeed job, which decide on its optimizer."""
-    # --cpu-optimizer, without a ds_config that says where the states are.
+    # The flag --cpu-optimizer offloads to the CPU's memory, unless ds_config names another place.
     offload_by_flag = "cpu" if settings.get("offloaded") else ""
     return TrainingTypes(
         precision=settings.get("precision", "fp32"),
-        sums=settings.get("sums", ""),
+        sums=settings.get("sums", ""),  # type of the sums of gradients over micro-batches
         offload=settings.get("offload", offload_by_flag),
         moment_bytes=_moment_bytes(settings),
     )
@@ -365,15 +371,12 @@ def _expert_fields(
 ) -> dict[str, Any]:
     """Return the fields of Model about the number of experts, their layers, and experts per token.
 
-    The widths "expert_ffn" and "shared_ffn" are not among these fields, because model_of() copies
-    them from the settings (MODEL_FIELDS). The exception is DeepSpeed's --mlp-type residual: a dense
-    MLP beside the experts, which counts as a shared expert of the width "ffn".
+    Model has a single number of experts for all layers with experts. If the settings give them
+    different numbers, the mean is used. Every expert-parallel size must still divide each of these
+    numbers, so it must divide their greatest common divisor ("expert_divisor"; 0 if they are equal).
 
-    Model simplifies in two ways, and the user gets a line about each:
-
-    - All layers with experts have the same number of experts. If the settings give different
-      numbers, it is their mean.
-    - If only some layers have experts, the cost of every layer is the mean over all layers.
+    If only some layers have experts, Model gives every layer the same cost: the average cost of a layer.
+    The user gets a line about each simplification.
 
     Args:
         settings: Name of a setting -> value. "experts" is a list with the number of experts of each

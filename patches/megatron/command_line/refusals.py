@@ -13,7 +13,7 @@ from holmes_ext.plan.sizes import Sizes, divisors
 def refusals(
     command_line: CommandLine, sizes: Sizes, world: int, partitioned: bool = False
 ) -> Iterator[str]:
-    """Yield a message for each reason why the framework would refuse the job.
+    """Yield a message for each reason why Megatron-LM or Megatron-DeepSpeed would refuse the job.
 
     The reasons are:
 
@@ -35,6 +35,9 @@ def refusals(
     model = command_line.model
     if model is None:
         return
+    # `refused` is a message about the precision, ZeRO stage and offload of the command line, "" if the
+    # framework accepts them. `sizes` may have a pipeline where the command line has none, or the other
+    # way round, so the message is yielded only if these sizes are refused too.
     if command_line.refused and not accepts(model, Mode(command_line.zero, sizes.pipeline > 1)):
         yield command_line.refused
     tensor_flag = "--tensor-model-parallel-size"
@@ -57,7 +60,8 @@ def refusals(
     may_be_unequal = bool(command_line.stage_layers) or partitioned
     if not is_megatron_lm or may_be_unequal or sizes.pipeline <= 1:
         return
-    # Megatron-LM gives each chunk of each stage the same number of layers.
+    # Unless the layers of each stage are given, Megatron-LM divides them evenly: every stage has
+    # `virtual` chunks (1 without the interleaved schedule), and every chunk has equally many layers.
     lines = _line_if_indivisible(
         command_line.layers_flag,
         model.layers,
