@@ -95,7 +95,8 @@ def launches(
         options: Options of the user with which the plan was made.
     """
     shape = candidate.shape
-    # flags of holmes itself
+    # Flags of holmes itself. Those without layers are for torch and torchtitan, where the script or
+    # torchtitan's own configuration divides the layers among the stages.
     holmes = added(candidate, cluster, plan, options=options)
     holmes_without_layers = added(candidate, cluster, plan, layers=False, options=options)
     overlap_flags = ["--holmes-overlap", "on" if overlap else "off"]
@@ -105,7 +106,8 @@ def launches(
     lacks = _unsupported(candidate, "deepspeed")
     pipeline_config = {}
     if shape.pipeline > 1:
-        # For the user of PipelineModule, and for holmes to compare with the plan.
+        # The script itself makes the PipelineModule. These keys show the user which values it needs,
+        # and holmes compares the stages with those of the plan when the job starts.
         checkpoint_interval = int(shape.recompute == "full")
         pipeline_config["pipeline"] = {
             "stages": shape.pipeline,
@@ -143,9 +145,10 @@ def added(
     layers: bool = True,
     options: Options = Options(),
 ) -> list[str]:
-    """Return the flags of holmes for a candidate.
+    """Return the flags of holmes itself (--holmes, ...) for a candidate.
 
-    Without a plan the job makes one at its start, for the same layers.
+    A job with a plan file follows it. A job without one makes a plan when it starts. For that plan
+    the flags name the layers of the stages, so that they are those of the candidate.
 
     Args:
         cluster: File of the cluster description.
