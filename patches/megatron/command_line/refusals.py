@@ -15,15 +15,21 @@ def refusals(
 ) -> Iterator[str]:
     """Yield a message for each reason why the framework would refuse the job.
 
-    A reason is a precision, ZeRO stage or offload that DeepSpeed does not accept, or a count of the
-    model that the parallel sizes do not divide. The counts are attention heads, query groups and
-    layers. Each message is for the user, and names a way out, such as the nearest valid sizes.
+    There are three kinds of reasons:
+
+    - DeepSpeed does not accept the precision, ZeRO stage or offload.
+    - Megatron-LM does not train experts with tensor parallelism but without sequence parallelism.
+    - The parallel sizes do not divide a count of the model: attention heads, query groups, layers.
+
+    Each message is for the user, and names a way out, such as the nearest valid sizes.
 
     Args:
         command_line: The job, with its model. If there is no model, nothing is yielded.
         sizes: The parallel sizes, including the data-parallel size.
         world: Number of ranks.
-        partitioned: Whether holmes decides how many layers each pipeline stage gets.
+        partitioned: Whether a plan file or --holmes-partition decides how many layers each pipeline
+            stage gets. The stages may then have unequal numbers, so the pipeline size need not
+            divide the layers.
     """
     model = command_line.model
     if model is None:
