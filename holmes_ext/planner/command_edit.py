@@ -35,10 +35,12 @@ class ChangedFlag(NamedTuple):
 
 @dataclass(frozen=True)
 class Edit:
-    """Flags of a command, or keys of a ds_config, to remove, to change and to add; each is a text."""
+    """Flags of a command, or keys of a ds_config, to remove, to change and to add."""
 
+    #: A text for each flag with its value, such as "--recompute-granularity full", or for each key.
     remove: tuple[str, ...] = ()
     change: tuple[ChangedFlag, ...] = ()
+    #: A text for each flag with its value, or for each key with its value ("train_batch_size 64").
     add: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
@@ -96,7 +98,14 @@ class _Flag(NamedTuple):
 
 
 def by_flag(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return flag -> the words after it, for words that begin with a flag."""
+    """Return flag -> the words after it.
+
+    Example: --tensor-model-parallel-size 4 --bf16 -> {"--tensor-model-parallel-size": ("4",),
+    "--bf16": ()}
+
+    Args:
+        words: Flags with their values; the first word is a flag.
+    """
     values: dict[str, tuple[str, ...]] = {}
     flag = ""
     for word in words:
@@ -109,7 +118,10 @@ def by_flag(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def flags_of(words: Sequence[str], words_after: Mapping[str, int]) -> Iterator[_Flag]:
-    """Yield the parts of a command: flags of a table with their values, and all other words singly.
+    """Yield the parts of a command: each flag in `words_after` with its values, all other words singly.
+
+    A value ends at the next word that begins with "--", even if the flag should have more words.
+    All parts together have the words of the command, in the same order.
 
     Args:
         words: The command.

@@ -146,9 +146,10 @@ def added(
     layers: bool = True,
     options: Options = Options(),
 ) -> list[str]:
-    """Return the flags of holmes for a candidate.
+    """Return the flags of holmes itself (--holmes, ...) for a candidate.
 
-    Without a plan the job makes one at its start, for the same layers.
+    A job with a plan file follows it. A job without one makes a plan when it starts. For that plan
+    the flags name the layers of the stages, so that they are those of the candidate.
 
     Args:
         cluster: File of the cluster description.

@@ -109,13 +109,16 @@ def _check_partition(args: argparse.Namespace, job: Training) -> None:
 def _show(args: argparse.Namespace, given: GivenSizes, explains: bool) -> int:
     """Print or write the plan of the given sizes with its simulated step, and return the exit status.
 
-    The first rule that applies decides what is printed:
+    --explain and --picture compare ways to divide the layers among the stages (partitions), such as
+    even or by speed. The first rule that applies decides what is printed:
 
-        --explain and --json, with costs    the predicted step of each way to partition the layers
+        --explain and --json, with costs    the predicted step of each partition
         --json                              the plan
-        else                                tables: the plan, its step; the partitions (--explain)
+        else                                tables of the plan and its step, and with --explain of
+                                            the partitions
 
-    --output (the plan) and --picture (the partitions) write files in each case.
+    Whatever is printed, --output writes the plan to a file, and --picture a picture of the
+    partitions.
 
     Args:
         args: Arguments of `holmes plan`.
@@ -127,7 +130,8 @@ def _show(args: argparse.Namespace, given: GivenSizes, explains: bool) -> int:
     costs = given.costs
     layout = None  # result of a search with only the given sizes, which simulates their step
     starts = {}  # framework -> how to start it
-    # A profile has measured times of the layers, which the simulation of a model does not use.
+    # The simulation computes the times of the layers from the model. With --profile, measured times
+    # take their place, so nothing is simulated.
     if job.model is not None and not args.profile and plan.sizes is not None:
         layout = alone(plan, given.network, job, job.model)
         simulated_times = times(layout, layout.best)  # name -> seconds

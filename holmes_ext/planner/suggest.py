@@ -54,14 +54,14 @@ class Request:
 
 
 def edit_of(request: Request, launch: Launch) -> CommandEdit:
-    """Return the changes to a command and its ds_config with which it runs a plan.
+    """Return the changes that make a command run a plan: to its flags, and to its ds_config.
 
     Args:
         request: The command and the plan.
         launch: Flags and ds_config of the plan.
     """
     words = request.words
-    wanted = by_flag(launch.flags)
+    wanted = by_flag(launch.flags)  # flag -> its values in the new command
     config = ds_config.from_arguments(list(words))
     config_flag = next((flag for flag in ds_config.FLAGS if flag in wanted), "")
     config_file = ""
@@ -74,6 +74,7 @@ def edit_of(request: Request, launch: Launch) -> CommandEdit:
     if request.framework in MEGATRONS:
         wanted = _as_the_command_spells(request, wanted)
     unwanted = set(_unwanted(request, wanted))
+    # Flags that already say what the plan needs stay, even if the plan would spell that differently.
     untouched = set(_untouched(request))
     wanted = {flag: values for flag, values in wanted.items() if flag not in untouched}
     flags, command = edited(words, wanted, WORDS_AFTER, unwanted - untouched)
@@ -105,7 +106,12 @@ def runs_already(candidate: Candidate, layout: Candidate | None) -> bool:
 def _as_the_command_spells(
     request: Request, wanted: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the flags of a plan with the flags that the command already uses for the same settings.
+    """Return the flags of a plan, in the form that changes the command least.
+
+    - A command that has a model keeps the model's flags.
+    - Sizes of 1 need no flag, because 1 is the default.
+    - If the command gives the layers of a chunk instead of the number of chunks, it still does.
+    - If the command's expert tensor size equals its tensor size, it follows the plan's tensor size.
 
     Args:
         wanted: Flag -> its values, as launch_flags.py writes them.
@@ -127,8 +133,10 @@ def _as_the_command_spells(
     expert_tensor = "--expert-tensor-parallel-size"
     sizes = request.command_line.sizes
     old_tensor = str(sizes.tensor) if sizes is not None else "1"
-    is_default = _last_value(request.words, expert_tensor) == old_tensor
-    if is_default and shape.tensor > 1:  # the default is the tensor size: it stays that
+    # The default of the expert tensor size is the tensor size. If the command states just this
+    # default, the new command states it, too, with the new tensor size.
+    states_default = _last_value(request.words, expert_tensor) == old_tensor
+    if states_default and shape.tensor > 1:
         spelled[expert_tensor] = (str(shape.tensor),)
     return spelled
 
@@ -146,8 +154,16 @@ def _last_value(words: Sequence[str], flag: str) -> str:
 def _unwanted(request: Request, wanted: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     """Yield the flags that a command must not have if it is to run the plan.
 
+    The tables of plan_flags.py name them:
+
+        HOLMES             flags of holmes for a plan file and sizes, which belong to the old plan
+        DECIDED            flags whose value a plan decides; if this plan has none for them, they go
+        NEEDS              flags that are refused or ignored unless a plan has a property, such as a
+                           pipeline
+        FSDP_CHECKPOINTS   checkpoint formats that only an FSDP has; no plan uses Megatron's FSDPs
+
     Args:
-        wanted: Flags that it must have.
+        wanted: Flag -> its values, for the flags of the plan.
     """
     if runs_already(request.candidate, request.layout):
         return
@@ -165,7 +181,11 @@ def _unwanted(request: Request, wanted: Mapping[str, tuple[str, ...]]) -> Iterat
 
 
 def _untouched(request: Request) -> Iterator[str]:
-    """Yield the flags that stay as they are, because they already say what the plan needs."""
+    """Yield the flags that stay as they are, because they already say what the plan needs.
+
+    There are two groups: the flags of recomputation (RECOMPUTE), and those of the layers of each
+    stage and chunk (LAYERS).
+    """
     if request.framework not in MEGATRONS:
         return
     candidate = request.candidate
@@ -177,6 +197,8 @@ def _untouched(request: Request) -> Iterator[str]:
     if recompute == candidate.shape.recompute:
         yield from RECOMPUTE
     layout = request.layout
+    # With --holmes-plan the layers come from a plan file, not from flags. That flag is removed, so the
+    # layers then need flags of their own.
     if layout is not None and "--holmes-plan" not in request.words:
         same_chunks = layout.shape.virtual == candidate.shape.virtual
         if layout.split == candidate.split and same_chunks:
@@ -224,7 +246,8 @@ def _unwanted_keys(
     """Yield keys of a ds_config that contradict the plan, joined by dots.
 
     Args:
-        wanted: Flags of the new command.
+        wanted: Flag -> its values, for the flags that the plan sets. Other flags of the command are
+            not in it.
         content: The ds_config of the command.
     """
     if runs_already(request.candidate, request.layout):
@@ -237,5 +260,6 @@ def _unwanted_keys(
         yield "zero_optimization.overlap_comm"
     if len(set(candidate.split)) > 1:
         yield "pipeline.partition"
+    # The key is the size of DeepSpeed's sequence parallelism, which a plan counts as context size.
     if candidate.shape.context == 1:
         yield "sequence_parallel_size"

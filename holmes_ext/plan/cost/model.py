@@ -723,15 +723,18 @@ class Model:
     def _embedding(self, tensor: int, context: int) -> Layer:
         """Return the FLOPs, bytes and parameters of the embedding on a rank, for a micro-batch.
 
+        The result is sent on if a stage ends after the embedding (`activation_bytes`). Until the
+        backward pass, the rank keeps only the mask of the dropout (`kept_bytes`).
+
         Args:
             tensor: Tensor-parallel size.
             context: Context-parallel size.
         """
-        elements = self._tokens(context) * self.hidden
+        elements = self._tokens(context) * self.hidden  # context parallel ranks share the tokens
         position_tensors: tuple[int, ...] = ()
         if self.positions == "learned":
             position_tensors = ((self.max_positions or self.sequence) * self.hidden,)
-        dropout_mask_bytes = elements / (tensor if self.sequence_parallel else 1)
+        dropout_mask_bytes = elements / (tensor if self.sequence_parallel else 1)  # 1 byte each
         return Layer(
             kind="embedding",
             tensors=(self._vocabulary_of(tensor) * self.hidden / tensor, *position_tensors),
@@ -761,9 +764,11 @@ class Model:
             tensors=(*self._norm_parameters, vocabulary * self.hidden / tensor),
             forward_flops=forward_flops,
             backward_flops=2 * forward_flops,
-            activation_bytes=0.0,
-            kept_bytes=input_bytes + logits_bytes,
-            weight_flops=forward_flops,  # half of the backward pass
+            activation_bytes=0.0,  # no stage follows
+            kept_bytes=input_bytes + logits_bytes,  # until the backward pass
+            # The backward pass computes two gradients with as many FLOPs each: of the weight, and
+            # of the input. Only the second is needed by the stage before.
+            weight_flops=forward_flops,
         )
 
     def layers_of(self, sizes: Sizes) -> tuple[Layer, ...]:

@@ -101,12 +101,13 @@ class Evaluator:
     """
 
     def __init__(self, result: SearchResult, end: float = inf):
-        """Prepare the examination of a request.
+        """Prepare to examine parts of the search space of a job.
 
         Args:
-            result: The request.
-            end: Moment of time.monotonic() after which a placement gets no further splits, and at which
-                simulations have to end.
+            result: Request of the search: the job, its network, and the limits of the user.
+            end: Moment of time.monotonic() at which simulations should have ended. A placement that
+                would probably take longer is not simulated. After this moment, no further split of
+                a placement is simulated.
         """
         self.result = result
         self.end = end
@@ -236,9 +237,10 @@ class Evaluator:
     def _simulate(self, item: PlacedShape, bound_s: float, best_s: float) -> Outcome:
         """Simulate a placement with good splits of its layers, and return the plans.
 
-        Without a pipeline, or with chunks, a placement has a single split, so nothing is left.
-        Otherwise some splits are not simulated. So the placement's lower bound stays in the outcome
-        (`remaining_s`) and counts in the optimality gap.
+        Without a pipeline, or with several chunks of layers on a stage, a placement has a single
+        split. So none of its plans is left out, and `remaining_s` of the outcome is inf. Otherwise
+        some splits are not simulated. Then `remaining_s` is the placement's lower bound, which
+        counts in the optimality gap. The same holds if the simulation would take too long.
 
         Args:
             item: Shape (parallel sizes) with a placement.
@@ -250,9 +252,14 @@ class Evaluator:
         placement = item.placement
         stages = self.stage_bounds(shape, placement)
         simulated: dict[Split, Candidate] = {}
+        step_passes = passes(shape, result.model.layers)  # measure of a simulation's work
 
         def seconds_of(split: Split) -> float:
-            """Return the simulated step of a split, and keep its plan; inf if it does not fit the memory."""
+            """Return the simulated step of a split, in seconds, and keep its plan in `simulated`.
+
+            The result is inf if the split does not fit the memory, or the time is over. The first
+            split is simulated even then.
+            """
             is_over = bool(simulated) and time.monotonic() > self.end
             if split not in simulated and not is_over and stages.fits(split):
                 candidate = result.candidate(shape, placement, split)
@@ -260,32 +267,25 @@ class Evaluator:
                 simulated_s = folded_s(job_of(result, candidate))
                 self.pass_s = max(self.pass_s, (time.monotonic() - begin) / step_passes)
                 timed = replace(candidate, simulated_s=simulated_s)
-                # with the number of micro-batches in flight that makes the plan fastest
+                # The simulation let stages begin more micro-batches early, to hide slow links. The
+                # plan gets these numbers (warm-up depths), and the memory that they need.
                 simulated[split] = with_flight(result, timed)
             return simulated[split].simulated_s if split in simulated else inf
 
-        step_passes = passes(shape, result.model.layers)
         ends_late = time.monotonic() + step_passes * self.pass_s > self.end
         if step_passes > MAX_PASSES or ends_late:
             return Outcome(items=[], candidates=[], remaining_s=bound_s)
         if shape.virtual > 1 or shape.pipeline == 1:
             seconds_of(uniform(stages.layer_count, stages.stage_count))  # adds it to `simulated`
             return Outcome(items=[], candidates=[*simulated.values()], remaining_s=inf)
+        # item.split has the placement's lower bound (_tighten()).
         splits = (self.balanced_split(stages), self.good_split(stages), item.split)
-        first = min(filter(None, splits), key=seconds_of)  # () is no split
-        if seconds_of(first) < best_s * NEAR:
-
-            def moves(split: Split) -> Iterator[tuple[int, int]]:
-                """Yield (from stage, to stage) for moves of a block, from much to little work.
-
-                At most a third of all tries are spent on one round of moves, so that several rounds
-                are possible.
-                """
-                return islice(full_to_empty(_work_s(stages, split)), MAX_MOVES // 3)
-
-            # The local search adds all splits that it tries to `simulated`.
+        fastest = min(filter(None, splits), key=seconds_of)  # () is no split
+        if seconds_of(fastest) < best_s * NEAR:
             max_tries = min(MAX_MOVES, MAX_MOVED_PASSES // step_passes)
-            improved(first, seconds_of, moves, max_tries)
+            # A local search moves single blocks. It calls seconds_of() for each split that it tries,
+            # which adds the plan to `simulated`.
+            improved(fastest, seconds_of, lambda split: _moves(stages, split), max_tries)
         return Outcome(items=[], candidates=[*simulated.values()], remaining_s=bound_s)
 
     def balanced_split(self, stages: StageBounds) -> Split:
@@ -392,6 +392,15 @@ def _add_missing(counts: list[int], stages: StageBounds, block_s: Sequence[float
         counts[stage] += 1
         if counts[stage] < stages.max_layers[stage]:
             heappush(heap, with_one_more(stage))
+
+
+def _moves(stages: StageBounds, split: Split) -> Iterator[tuple[int, int]]:
+    """Yield (from stage, to stage) for moves of a block, from stages with much work to little.
+
+    At most a third of all tries are spent on one round of moves, so that several rounds are
+    possible.
+    """
+    return islice(full_to_empty(_work_s(stages, split)), MAX_MOVES // 3)
 
 
 def _work_s(stages: StageBounds, split: Split) -> list[float]:

@@ -118,7 +118,7 @@ def _search_fewer_nodes(result: SearchResult, spec: SiteSpec, end: float, rows: 
             pass
     except KeyboardInterrupt:
         interrupted = True
-    best = search_of_sets.best  # still `result` if no subset was faster
+    best = search_of_sets.best_result  # still `result` if no subset was faster
     return _FewerNodes(None if best is result else best, interrupted)
 
 
@@ -139,8 +139,9 @@ class _NodeSets:
             end: Moment of time.monotonic() at which to stop.
             rows: Number of shapes that a table shows.
         """
-        #: Result of the best set so far, and its number of nodes of each cluster.
-        self.best = result
+        #: Search result (with plans) on the best set of nodes so far.
+        self.best_result = result
+        #: Number of nodes of each cluster in this set.
         self.counts: Counts = tuple(len(cluster.nodes) for cluster in spec.clusters)
         self.spec = spec
         self.end = end
@@ -179,7 +180,7 @@ class _NodeSets:
             yield from product(*((0, count) for count in self.counts))
             return
         names = [cluster.name for cluster in self.spec.clusters]
-        network = self.best.network
+        network = self.best_result.network
         # The network numbers the clusters in an order of its own: its number -> index in `counts`.
         index_of = [
             names.index(network.cluster(number)) for number in range(len(network.node_types))
@@ -215,13 +216,13 @@ class _NodeSets:
         Returns:
             Whether a better set was found.
         """
-        previous_best = self.best
+        previous_result = self.best_result
 
         def most_flops_first(counts: Counts) -> tuple[float, list[int]]:
             return self._compute_s(counts), [-count for count in counts]
 
         for counts in sorted({*sets}, key=most_flops_first):
-            best_s = self.best.best.step_s  # step of the best plan on the best set
+            best_s = self.best_result.best.step_s  # step of the best plan on the best set
             if self._compute_s(counts) >= best_s or time.monotonic() > self.end:
                 break  # the following sets compute even longer
             canonical = self._canonical(counts)
@@ -230,9 +231,9 @@ class _NodeSets:
             self.seen.add(canonical)
             result = self._searched_briefly(counts)
             if result is not None and result.best.step_s < best_s * (1 - EQUAL):
-                self.best = result
+                self.best_result = result
                 self.counts = counts
-        return self.best is not previous_best
+        return self.best_result is not previous_result
 
     def _compute_s(self, counts: Counts) -> float:
         """Return the seconds in which the GPUs of a set of nodes compute the batch.
@@ -249,7 +250,8 @@ class _NodeSets:
         """Search for the best plan on a set of nodes, without proof that no other plan is faster.
 
         Args:
-            counts: Number of nodes of each cluster.
+            counts: Number of nodes of each cluster. The first nodes in the description
+                of the cluster are taken.
 
         Returns:
             None if no plan fits, or none can be faster than the best plan on the best set so far.
@@ -258,8 +260,8 @@ class _NodeSets:
         for cluster, count in zip(self.spec.clusters, counts):
             names.update(cluster.nodes[:count])
         spec = self.spec.only(names)
-        request = self.best.on(Network(site_from_spec(spec), Links.of_spec(spec)))
-        best_plan = self.best.best  # on the best set so far
+        request = self.best_result.on(Network(site_from_spec(spec), Links.of_spec(spec)))
+        best_plan = self.best_result.best  # on the best set so far
         best_s = best_plan.step_s
         promising = []  # shapes whose lower bound is below the best step
         for shape in shapes(request.network, request.model, request.global_batch, request.limits):
@@ -273,7 +275,8 @@ class _NodeSets:
         seconds = FIRST_LOOK_SHARE * max(0.0, self.end - time.monotonic())
         try:
             # rows: number of shapes that the caller's table shows, so as many are searched at least
-            return with_spread(first_look(request, seconds, self.rows, promising))
+            result = first_look(request, seconds, self.rows, promising)
+            return with_spread(result)  # adds plans whose stages have nodes of several clusters
         except HolmesError:  # no plan fits the memory
             return None
 

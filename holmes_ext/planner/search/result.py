@@ -310,8 +310,14 @@ class SearchResult:
     def remember(self, name: str, candidate: Candidate, compute: Callable[[], T]) -> T:
         """Return compute(), which is called only once for each name and candidate.
 
-        Results that are copies of each other share what is remembered, as far as they have the same
-        network, model and rules.
+        Copies of a result (replace()) share the remembered values. A value is computed again for a
+        copy that simulates the candidate differently: with another network, model or rules, or
+        another overlap of gradient reductions or weight gathers.
+
+        Args:
+            name: What compute() returns, such as "causes".
+            candidate: The plan that compute() is about.
+            compute: Function without arguments.
         """
         job = (id(self.network), id(self.model), self.rules, self.overlap, self.gather_overlap)
         key = (name, candidate, job)
@@ -347,11 +353,12 @@ class SearchResult:
         return stock, stock.candidate(shape, placement, layers)
 
     def with_known(self, candidate: Candidate) -> SearchResult:
-        """Return the result with a candidate first that the search did not find, if it is faster.
+        """Return the result with `candidate` as its best plan, if `candidate` is faster.
 
-        An example is the user's own layout, of which nothing slower may be called the best plan. It
-        may lie outside the search space, for example with a micro-batch of 3. The result is
-        unchanged unless the candidate was simulated and fits the memory.
+        The candidate does not come from the search. It is the user's own layout, for example, which
+        may lie outside the search space (with a micro-batch of 3, say). If the layout is the
+        fastest, no slower plan may be called the best. The result is unchanged unless the candidate
+        was simulated and fits the memory.
         """
         is_faster = candidate.simulated_s and candidate.fits and candidate.step_s < self.best.step_s
         if not is_faster or self.optimality_gap is None:

@@ -241,15 +241,17 @@ class _BranchAndBound:
         #: Least bound of all plans that were neither simulated nor excluded by their bound.
         self.remaining_s = result.unbounded_s
         self.interrupted = False
-        #: Number of items processed, and its value at the last improvement by GAIN.
+        #: Number of items processed so far.
         self.processed = 0
+        #: Value of `processed` when the best step last became shorter by the fraction GAIN or more.
         self.improved_at = 0
         self.number = itertools.count()
+        #: Items by lower bound. Processing the least one raises the lower bound on all plans.
         self.queue: list[_Entry] = []
+        #: Items that probably have a better plan. They are processed before those of `queue`.
         self.early_queue: list[_EarlyEntry] = []
-        #: Number of items that may still be processed from early_queue; the others move to `queue`.
-        #: A phase is what is to be done next with an item: divide a shape, tighten a placement's
-        #: bound, or simulate a tightened placement.
+        #: Phase (what is to be done next with an item) -> number of items that may still be
+        #: processed from early_queue in this phase. After that, its items move to `queue`.
         self.early_left = {
             _Phase.SHAPE: len(result.ideals),  # all shapes (`ideals`: their lower bounds)
             _Phase.PLACEMENT: MAX_EARLY_TIGHTENED,

@@ -162,11 +162,14 @@ def with_flight(result: SearchResult, candidate: Candidate) -> Candidate:
 
 
 def step_without(result: SearchResult, candidate: Candidate) -> float:
-    """Return the step time with the framework's own pipeline schedule, in seconds.
+    """Return the step time of a candidate without its own pipeline schedule, in seconds.
 
+    A candidate may begin more micro-batches early than the framework does, or have a written order
+    of passes. Here it runs under the framework's schedule instead, to show what its own one gains.
     The step is simulated if the candidate is; otherwise the closed form is used.
     """
     if candidate.simulated_s:
+        # hide_stage_links=False: the framework's schedule, which does not hide slow links
         return result.remember(
             "framework's schedule",
             candidate,
@@ -219,10 +222,12 @@ def _kept_micro_batches(candidate: Candidate, stage: int) -> float:
 
 
 def with_passes(result: SearchResult, end: float = inf) -> SearchResult:
-    """Return the result with a candidate in an optimized pass order first, if it beats the best.
+    """Return the result with a better order of passes for its fastest plans, if that is faster.
 
-    Only the MAX_SOLVED fastest simulated candidates are tried. The optimality gap stays that of
-    1F1B schedules.
+    in_passes() looks for the best order of the forward and backward passes on each stage of a plan.
+    Only the MAX_SOLVED fastest simulated candidates are tried. If one of them beats the best plan
+    in its new order, it becomes the first candidate. The optimality gap stays that of 1F1B
+    schedules.
 
     Args:
         end: Moment of time.monotonic() after which no further candidate is tried.

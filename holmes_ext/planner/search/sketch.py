@@ -128,7 +128,9 @@ class Sketch:
             seconds: Time limit of the closed form, for all shapes together.
             progress: Called from time to time.
             simulate: Simulate steps; otherwise return the ranking by the closed form.
-            simulation_end: Moment of time.monotonic() at which plans and the output must be simulated.
+            simulation_end: Moment of time.monotonic() at which all simulations must have ended: those
+                of the plans, and those that the output shows of the best plan afterwards (such as
+                the job without holmes).
 
         Raises:
             HolmesError: No parallel sizes are possible, or no plan fits the memory.
@@ -160,8 +162,9 @@ class Sketch:
         """Compute the lower bound on the step time of every shape (parallel sizes), and keep it.
 
         Shapes whose layers fit no memory are only counted. If the time ends, the shapes that are
-        left are not examined; the time of the computation alone is the lower bound of all of them.
-        MIN_RANKED shapes are examined even then, as far as that takes FLOOR_S seconds.
+        left are not examined, and get one common lower bound (`unbounded_s`): the time that all
+        GPUs together need to compute a step. MIN_RANKED shapes are examined even then, as far as
+        that takes FLOOR_S seconds.
 
         Args:
             end: Moment of time.monotonic() at which to stop.
@@ -171,6 +174,8 @@ class Sketch:
             self.only or shapes(result.network, result.model, result.global_batch, result.limits)
         )
         result.shapes += len(listed)
+        # Neighbours in the list are similar. With every STRIDE-th shape first, shapes of all kinds are
+        # examined even if the time is short.
         strided = [shape for start in range(STRIDE) for shape in listed[start::STRIDE]]
         bounds_s: dict[Shape, float] = {}
         fitting = 0  # examined shapes whose layers fit the memory
@@ -393,8 +398,9 @@ def simulate_first(
         count: Most candidates to simulate.
         rows: Number of candidates to simulate even if they are slower than the best, up to the
             factor FAR.
-        end: Moment of time.monotonic() at which the best candidate and RESERVED_SIMULATIONS other
-            steps have to be simulated.
+        end: Moment of time.monotonic() at which all simulations have to end, also those that the
+            caller needs for its output about the best plan. Time for RESERVED_SIMULATIONS of these
+            is kept free.
     """
     longest_s = 0.0  # of a simulation
     passes_left = MAX_PASSES
@@ -428,6 +434,7 @@ def simulate_first(
     layout = result.user_layout
     if layout is not None and not layout.simulated_s:
         result = replace(result, user_layout=timed(result, layout))
+    # No plan beats the least bound of a shape, and that of the shapes without a bound of their own.
     bound_s = min(result.ideals.values(), default=0.0)
     return result.ranked([*simulated, *others], min(bound_s, result.unbounded_s))
 

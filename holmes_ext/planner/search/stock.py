@@ -1,4 +1,9 @@
-"""The same job without holmes ("stock"), as a baseline, and the seconds of a step by cause."""
+"""The same job without holmes ("stock"), as a baseline, and the seconds of a step by cause.
+
+Without holmes, the ranks are in the launcher's order, and all traffic uses the network that all
+nodes share. A search result with these properties is the "stock request" below; it prices and
+simulates the plans of the job without holmes.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +40,9 @@ def causes(result: SearchResult, candidate: Candidate) -> dict[str, float]:
 
 
 def _compute_causes(result: SearchResult, candidate: Candidate) -> dict[str, float]:
-    """Return the seconds of a step by cause, computed anew."""
+    """Compute the seconds of a step by cause; causes() remembers them."""
     seconds = dict.fromkeys(CAUSES, 0.0)
-    stages = candidate.placement.stages  # of each: the clusters that it lies on
+    stages = candidate.placement.stages  # an entry a stage: the clusters whose nodes it has
     stage_count = len(stages)
     if candidate.simulated_s:
         seconds |= folded_causes(job_of(result, candidate), candidate.simulated_s)
@@ -45,6 +50,7 @@ def _compute_causes(result: SearchResult, candidate: Candidate) -> dict[str, flo
         step = estimate(result.costs(candidate), candidate.split)
         seconds["compute"] = sum(step.compute_s) / stage_count
         seconds["bubble"] = sum(step.idle_s) / stage_count
+        # exposed_s: gradient reduction of a stage that no computation hides
         for clusters, exposed_s in zip(stages, step.exposed_s):
             cause = "reduce_across" if len(clusters) > 1 else "reduce_inside"
             seconds[cause] += exposed_s / stage_count
@@ -68,7 +74,7 @@ def _collectives_s(result: SearchResult, candidate: Candidate) -> float:
 
 
 def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult, Candidate]:
-    """Return the job without holmes: its search request, and its plan with the same sizes.
+    """Return the job without holmes: the stock request, and the plan that this job runs.
 
     The parallel sizes are those of the candidate. A layout that the user gave keeps its number of
     layers on each stage; otherwise all stages get equally many. The plan is simulated if the
@@ -78,7 +84,7 @@ def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult
 
 
 def _compute_stock(result: SearchResult, candidate: Candidate) -> tuple[SearchResult, Candidate]:
-    """Return the job without holmes, computed anew."""
+    """Compute the pair that stock_like() returns and remembers: stock request, and plan."""
     is_user_layout = bool(candidate.placement.names)  # only a given layout names its nodes
     split = candidate.split if is_user_layout else ()
     stock, same_sizes = result.stock(candidate.shape, split, candidate.placement.sizes.order)
@@ -88,10 +94,11 @@ def _compute_stock(result: SearchResult, candidate: Candidate) -> tuple[SearchRe
 
 
 def best_stock(result: SearchResult, end: float = inf) -> Candidate | None:
-    """Return the fastest plan without holmes, over all shapes that the search examined.
+    """Return the plan with the shortest step of the job without holmes.
 
-    If the best plan with holmes is simulated, the plans that are fastest by the closed form are
-    simulated.
+    All shapes of the search's candidates and of the user's layout are compared. A shape is the
+    parallel sizes, micro-batch, recomputation and ZeRO stage. If the best plan with holmes is
+    simulated, the plans that are fastest by the closed form are simulated, too.
 
     Args:
         end: Moment of time.monotonic() at which the simulations must have ended.
@@ -106,7 +113,7 @@ def best_stock(result: SearchResult, end: float = inf) -> Candidate | None:
     shapes = dict.fromkeys(candidate.shape for candidate in examined)  # each once, in order
     stock_plans = []
     for shape in shapes:
-        _, stock_plan = result.stock(shape)
+        _, stock_plan = result.stock(shape)  # the job without holmes: its request, and its plan
         stock_plans.append(stock_plan)
     fitting = [candidate for candidate in stock_plans if candidate.fits]
     ranked = sorted(fitting, key=lambda candidate: candidate.formula_s)
@@ -119,6 +126,7 @@ def best_stock(result: SearchResult, end: float = inf) -> Candidate | None:
         same_schedule = [plan for plan in ranked if (plan.shape.virtual > 1) == interleaved]
         chosen |= dict.fromkeys(same_schedule[:MAX_STOCKS])
     if user_layout:
+        # The shape that the user runs now is simulated in any case, however it ranks.
         shape = user_layout.shape
         chosen |= dict.fromkeys(plan for plan in ranked if plan.shape == shape)
     simulated_plans: list[Candidate] = []
@@ -133,6 +141,6 @@ def best_stock(result: SearchResult, end: float = inf) -> Candidate | None:
 
 
 def _simulated_stock(result: SearchResult, plan: Candidate) -> Candidate:
-    """Return a plan of the job without holmes with its simulated step."""
-    request, _ = result.stock(plan.shape)
-    return result.remember("simulated stock", plan, lambda: timed(request, plan))
+    """Simulate a plan of the job without holmes, and return the plan with its step time."""
+    stock_request, _ = result.stock(plan.shape)
+    return result.remember("simulated stock", plan, lambda: timed(stock_request, plan))

@@ -34,9 +34,9 @@ def asked_for(
 ) -> SearchResult:
     """Return the request of a search for a job on a network: a SearchResult without candidates.
 
-    `stock_overlap` says which reductions the framework overlaps without holmes.
-
     Args:
+        network: Nodes and links of the job.
+        job: What to train, with which framework and options.
         batch: Sequences of a step.
         limits: Limits of the search space.
     """
@@ -50,6 +50,8 @@ def asked_for(
         # Megatron-LM trains experts on several tensor-parallel ranks with --sequence-parallel only. With one
         # tensor-parallel rank the flag changes nothing.
         model = replace(model, sequence_parallel=True)
+    # stock_overlap: gradient reductions that the framework overlaps without holmes; the engine's
+    # default here, replaced below by what the command line sets.
     request = SearchResult(
         network,
         model,
@@ -59,8 +61,8 @@ def asked_for(
         engine=job.engine,
         stock_overlap=job.engine.overlaps,
     )
-    command_line = job.command_line  # what the job's command line sets; framework "" without one
-    if not command_line.framework:
+    command_line = job.command_line
+    if not command_line.framework:  # no command line, or none that describes a model
         return request
     return replace(
         request,
@@ -89,10 +91,14 @@ def limits_of(args: argparse.Namespace, job: Training) -> Limits:
 def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
     """Return the sequences of a step on all nodes of `site`.
 
-    They come from --global-batch, the model, or the command line's micro-batches, in this order.
+    The first of these that is given counts:
+
+    1. --global-batch
+    2. the global batch of the model
+    3. number and size of the micro-batches, times the data-parallel size, all of the command line
 
     Raises:
-        HolmesError: None of these names them.
+        HolmesError: None of these is given.
     """
     model = job.known_model
     given: int | None = args.global_batch
@@ -110,18 +116,18 @@ def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
 
 
 def beside(search_result: SearchResult, job: Training) -> tuple[SearchResult, Training]:
-    """Simulate the user's layout, so that the output shows it beside the plans of a search.
+    """Simulate the user's layout, so that it can stand beside the plans of a search.
 
-    A layout is the parallel sizes, and maybe the layers of each stage, that the job already has.
+    The layout is the parallel sizes of the job's command line or of options (`job.sizes`).
 
     Args:
         search_result: Request or result of the search.
-        job: The job, with the layout.
+        job: What to train.
 
     Returns:
-        A copy of the result whose field `user_layout` is the simulated layout, and the job. If the
-        layout is impossible: the result as it is, and the job with a line for the user that gives
-        the reason. If the job has no parallel sizes: both as they are.
+        The result with the layout as `user_layout`, and the job. If the layout is impossible: the
+        result as it is, and the job with a line on the reason. Without parallel sizes there is no
+        layout, and both are returned as they are.
     """
     if job.sizes is None:
         return search_result, job
@@ -133,6 +139,7 @@ def beside(search_result: SearchResult, job: Training) -> tuple[SearchResult, Tr
         plan = _plan_of_command(job, sizes)
         layout = timed(search_result, _candidate_of_layout(search_result, job, sizes, plan))
         if search_result.rules.splits:  # the framework can split backward passes
+            # in_passes(): with a better order of passes; None if no order is faster
             layout = in_passes(search_result, layout) or layout
     except HolmesError as error:
         return search_result, replace(
@@ -144,8 +151,8 @@ def beside(search_result: SearchResult, job: Training) -> tuple[SearchResult, Tr
 def compared(result: SearchResult, limits: Limits) -> SearchResult:
     """Return a result in which nothing slower than the user's layout is the best plan.
 
-    It also has the plan that is nearest to the layout (`nearest`). Without a layout, the result does
-    not change.
+    Its `nearest` is the plan that the user gets with the smallest change: the sizes of the layout,
+    but other numbers of layers on the stages. Without a layout, the result does not change.
 
     Args:
         limits: Limits of the user. A layout outside them is shown, but is not the best plan.
@@ -180,8 +187,9 @@ def is_within(limits: Limits, layout: Candidate) -> bool:
 
 
 def nearest_to(result: SearchResult, layout: Candidate) -> Candidate | None:
-    """Return the fastest plan with the sizes of the user's layout, and other layers of the stages.
+    """Return the fastest plan that differs from the user's layout in the layers of each stage only.
 
+    Its parallel sizes are those of the layout, but the stages have other numbers of layers.
     Example: a layout has 4 stages of 8 layers each. The first stage has the embedding and the last
     one the output layer, so a plan with 8, 9, 8 and 7 layers is faster.
 
@@ -226,18 +234,26 @@ def _plan_of_command(job: Training, sizes: Sizes) -> Plan | None:
 
 
 def alone(plan: Plan, network: Network, job: Training, model: Model) -> SearchResult:
-    """Return a result with only the layout of a given plan, simulated in the plan's order of nodes.
+    """Simulate a given plan without a search, and return a result with this plan only.
+
+    The nodes are in the plan's order. The plan is both the best one of the result and its
+    `user_layout`.
 
     Args:
         plan: Plan with complete parallel sizes.
+        network: Nodes and links of the job.
+        job: What to train, with which framework and options.
+        model: Model of the job, with a global batch or a number of micro-batches.
     """
     assert plan.sizes is not None
-    # A fixed number of micro-batches, from which the batch follows below.
-    model = replace(model, global_batch=0, micro_batches=model.micro_batches_of(plan.sizes.data))
-    batch = model.micro_batches * model.micro_batch * plan.sizes.data
+    micro_batches = model.micro_batches_of(plan.sizes.data)
+    # 0: the model has no global batch of its own any more, but this number of micro-batches.
+    model = replace(model, global_batch=0, micro_batches=micro_batches)
+    batch = micro_batches * model.micro_batch * plan.sizes.data
     request = asked_for(network, replace(job, model=model), batch)
     layout = timed(request, _candidate_of_layout(request, job, plan.sizes, plan))
     if request.rules.splits:  # the framework can split backward passes and list their order
+        # in_passes(): with a better order of passes; None if no order is faster
         layout = in_passes(request, layout) or layout
     return replace(request, user_layout=layout, candidates=[layout])
 
@@ -264,18 +280,22 @@ def _candidate_of_layout(
     if plan is not None:
         layers = plan.stage_layers or layers
         nodes = plan.nodes
+    # needs_model: --holmes-partition balanced or the like, so that holmes is to choose the layers
     if shape.virtual > 1 and (layers or options.needs_model):
-        layers = _layers_of_chunks(shape, layers)
-    # Flat: no all-reduce is hierarchical (first inside clusters, then between them). Only a
-    # framework that reduces by itself can be flat: Megatron, the one with `hierarchical_zero`. It
-    # reduces hierarchically if its flags ask for several optimizer instances. With all other
-    # frameworks (None) holmes reduces, hierarchically where that is faster.
-    is_flat = job.engine.hierarchical_zero is not None and command.instances <= 1
+        _check_even_chunks(shape, layers)
+        layers = ()  # even
+    # Who reduces the gradients decides whether a reduction can be hierarchical (first inside the
+    # clusters, then between them):
+    #   Megatron-LM (hierarchical_zero is set)   itself; hierarchical only with several instances of
+    #                                            its distributed optimizer (`instances`)
+    #   all others (None)                        holmes, hierarchically where that is faster
+    engine_reduces = job.engine.hierarchical_zero is not None
+    is_flat = engine_reduces and command.instances <= 1
     return layout_candidate(result, sizes, shape, split=layers, nodes=nodes, flat=is_flat)
 
 
-def _layers_of_chunks(shape: Shape, layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the layers of the stages in an interleaved schedule: () for even chunks.
+def _check_even_chunks(shape: Shape, layers: tuple[int, ...]) -> None:
+    """Raise HolmesError unless `layers` gives all chunks of an interleaved schedule equally many layers.
 
     A stage has several chunks of layers there. --holmes-partition may list the layers of all chunks,
     for example 2,2,2,2 for two stages with two chunks each.
@@ -284,11 +304,12 @@ def _layers_of_chunks(shape: Shape, layers: tuple[int, ...]) -> tuple[int, ...]:
         layers: Layers that --holmes-partition or a plan file lists; () if holmes is to choose them.
 
     Raises:
-        HolmesError: The chunks are not even, or their number is another one.
+        HolmesError: The chunks are not even, their number is another one, or holmes is to choose
+            the layers, which may become uneven.
     """
     chunks = shape.pipeline * shape.virtual
     if len(layers) == chunks and len(set(layers)) == 1:
-        return ()
+        return
     raise HolmesError(
         f"--holmes-partition: the command has {shape.virtual} chunks of layers on each stage (interleaved "
         "schedule), and only even ones can be planned; remove --holmes-partition, or "

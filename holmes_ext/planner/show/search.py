@@ -49,7 +49,10 @@ INTERRUPTED_STATUS = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the search, and those of extensions that forecast beside it."""
+    """Add the options of the search, and those of extensions that add a forecast to its output.
+
+    Example of such an extension: --joined forecasts the step of one job in each cluster.
+    """
     # `add` is add_argument() of the search's group; extensions add their own options to the same
     # group.
     title = "search (when no sizes are given, and --model or a command line says what to train)"
@@ -156,20 +159,21 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     links = Links.of_spec(spec)
     batch = global_batch(args, job, site)
     request = asked_for(Network(site, links), job, batch, limits_of(args, job))
-    result, job, more = _search(args, spec, job, request)
+    result, job, json_keys = _search(args, spec, job, request)
+    # What extensions compute in addition, such as the step of one job in each cluster (--joined).
     forecasts = _forecasts(args, result)
     for name, forecast in forecasts.items():
-        more[name] = forecast.document()
+        json_keys[name] = forecast.document()
     plan = plan_of(result, result.best, job.options)
     if args.output:
         plan.save(args.output)
     starts = start.launches_of(result, args, job)
     if args.json:
-        print(search_table.document(result, plan, job, starts, more))
+        print(search_table.document(result, plan, job, starts, json_keys))
     else:
         end = TimeLimit.of_arguments(args).end
         search_table.show(result, args, job, starts, end)
-        show_wan(links.site(site), spec.notes)
+        show_wan(links.site(site), spec.notes)  # rates and latencies between the clusters
         for forecast in forecasts.values():
             forecast.show()
     draw(result, args, job, starts, forecasts)
@@ -179,17 +183,27 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
 
 
 class _Found(NamedTuple):
-    """Result of the search, and what else it found out."""
+    """Result of the search, with lines and JSON keys for the output of `holmes plan`."""
 
     result: SearchResult
-    job: Training  # with more lines for the user
-    more: dict[str, Any]  # additional keys of --json
+    job: (
+        Training  # its lines now say, too, if the user's layout is impossible or nodes slow the job
+    )
+    #: "leave_out" -> the advice to leave out nodes, for --json; {} if all nodes are worth using.
+    json_keys: dict[str, Any]
 
 
 def _search(
     args: argparse.Namespace, spec: SiteSpec, job: Training, request: SearchResult
 ) -> _Found:
-    """Search for the best plan until it is proven, or so that the output is ready in time.
+    """Search for the best plan until it is proven, or the time for the search is over.
+
+    The time of --seconds has these parts:
+
+        first look        ranks all plans by the closed form, and simulates the fastest
+        proof             looks for faster plans, also on fewer nodes, until `search_end`
+        order of passes   if the framework can split backward passes: until `output_begin`
+        output            simulations for the tables, until the end of --seconds
 
     Args:
         args: Arguments of `holmes plan`.
@@ -197,7 +211,7 @@ def _search(
         job: What to train.
         request: Request of the search.
     """
-    more: dict[str, Any] = {}
+    json_keys: dict[str, Any] = {}
     user_limits = parse_limits(args.limit)
     time_limit = TimeLimit.of_arguments(args)
     with ProgressBar(args.seconds, quiet=args.json) as bar:
@@ -205,19 +219,20 @@ def _search(
         # A quick first look; best_use() or proven() goes on until the best plan is proven.
         seconds = time_limit.left_s
         result = search(request, seconds, bar.on_progress, args.rows, prove=False)
-        result = compared(result, user_limits)
+        result = compared(result, user_limits)  # no plan slower than the layout is the best
         if result.interrupted:
-            return _Found(result, job, more)
+            return _Found(result, job, json_keys)
         output_begin = time_limit.output_begin(result)
-        end = output_begin
-        if request.rules.splits:  # a part of the time is for the order of split passes
-            end = time_limit.share_until(output_begin, share=1 - PASSES_SHARE)
+        search_end = output_begin
+        if request.rules.splits:
+            search_end = time_limit.share_until(output_begin, share=1 - PASSES_SHARE)
         if args.nodelist:  # the user wants just these nodes
-            result = proven(with_spread(result), end, bar.on_progress)
-        else:
-            result = best_use(result, spec, end, bar.on_progress, args.rows)
+            # with_spread() adds plans whose stages have nodes of several clusters.
+            result = proven(with_spread(result), search_end, bar.on_progress)
+        else:  # best_use() also tries fewer nodes
+            result = best_use(result, spec, search_end, bar.on_progress, args.rows)
         if result.on_all is not None:  # the job is faster on fewer nodes
-            lines, more["leave_out"] = leave_out(result, result.on_all, args, job)
+            lines, json_keys["leave_out"] = leave_out(result, result.on_all, args, job)
             job = replace(job, lines=(*lines, *job.lines))
             if job.sizes is not None:  # given sizes are for all nodes, so show the plan for these
                 result = result.on_all
@@ -225,7 +240,7 @@ def _search(
             result = with_breadth_first(result)
         if request.rules.splits:  # the framework can split backward passes and list their order
             result = with_passes(result, output_begin)
-    return _Found(compared(result, user_limits), job, more)
+    return _Found(compared(result, user_limits), job, json_keys)
 
 
 def _check(args: argparse.Namespace, job: Training) -> None:
@@ -265,8 +280,9 @@ def leave_out(
         job: What to train.
 
     Returns:
-        Lines to print, with flags if the job's command line has sizes for all nodes; and a
-        dictionary for --json.
+        Lines to print, and a dictionary for --json. Parallel sizes that the user gave are for all
+        nodes. Then the output shows the plan of all nodes, and the lines also have the flags that
+        start the job on fewer nodes.
     """
     nodes = [node.name for node in fewer.network.site.nodes]
     left_out = grouped(  # cluster -> names of its nodes
@@ -285,8 +301,9 @@ def leave_out(
         f"{LEAVE_OUT}{', '.join(parts)}: a job on {folded(nodes)} takes {fewer_s:.4g} s a step, on all "
         f"nodes {all_s:.4g} s, {all_s / fewer_s:.2f} times as long"
     ]
+    # plan="": the flags name no plan file, as the file of --output may be for all nodes.
     starts = start.launches_of(fewer, args, job, plan="")
-    if job.sizes is not None:
+    if job.sizes is not None:  # parallel sizes are given
         for name, texts in start.launch_lines(starts).items():
             lines.append(f"  {name}: {'; '.join(texts)}")
     return lines, {

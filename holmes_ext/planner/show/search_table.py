@@ -195,13 +195,15 @@ def show_given(
     layout = result.best
     _show_table(screen, result, [RankedPlan(name="yours", candidate=layout, result=result)])
     _show_seconds_by_cause(screen, result)
-    # A given training command has the framework's flags, unless sizes come from other arguments.
-    lacks_framework_flags = sizes_given(args) or not args.command
-    title = "flags of holmes:" if lacks_framework_flags else "your layout: add to your command line"
+    # A training command with its own sizes has all flags of the framework, and lacks only those of
+    # holmes. Without a command, or if options of `holmes plan` such as --pipeline give the sizes, the
+    # flags of the frameworks are printed, too.
+    command_has_layout = bool(args.command) and not sizes_given(args)
+    title = "your layout: add to your command line" if command_has_layout else "flags of holmes:"
     screen.line(title, "bold")
     holmes_flags = added(layout, args.cluster, plan=args.output or "")
     screen.line(f"  {shlex.join(holmes_flags)}")
-    if lacks_framework_flags:
+    if not command_has_layout:
         show_launches(screen, starts, args.print_command)
 
 
@@ -268,7 +270,15 @@ def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
 
 
 def _show_seconds_by_cause(screen: Screen, result: SearchResult, end: float = inf) -> None:
-    """Print the best plan's schedule and thin stages, the table of seconds by cause, gains and memory."""
+    """Print where the seconds of the best plan's step go, and why the plan looks as it does.
+
+    1. Sentences on the pipeline schedule, and on stages with very few layers ("thin" stages)
+    2. A table of the seconds by cause
+    3. Sentences on the speedup over other plans, and on the memory
+
+    Args:
+        end: Moment of time.monotonic() at which simulations must have ended.
+    """
     for line in (*stage_link_lines(result, result.best), *thin_stages(result, result.best)):
         screen.line(line)
     title, head, rows = why_table(result)
@@ -282,9 +292,9 @@ def _show_seconds_by_cause(screen: Screen, result: SearchResult, end: float = in
 def named_reasons(result: SearchResult) -> dict[str, dict[str, float]]:
     """Return name of a plan in the table (such as "this plan") -> cause -> seconds of a step."""
     layout = result.user_layout
-    is_alone = layout is result.best  # without a search, the layout is the only plan
+    is_only_plan = layout is result.best  # without a search, the layout is the only plan
     names = {
-        "holmes": "your layout" if is_alone else "this plan",
+        "holmes": "your layout" if is_only_plan else "this plan",
         "yours": "your layout",
         "stock": "your layout, stock" if layout else "stock, same sizes",
     }
@@ -313,24 +323,30 @@ def why_table(result: SearchResult) -> WhyTable:
 def why_lines(result: SearchResult, end: float = inf) -> list[str]:
     """Return sentences on the best plan's speedup over other plans, and on its memory.
 
-    The other plans are the job without holmes ("stock") and the user's layout, if there is one.
+    The other plans are, as far as there are any:
+
+        stock                            the job without holmes, with the sizes of the user's layout
+                                         or, without a layout, of the best plan
+        your layout with holmes          the user's layout, if it is not the best plan itself
+        stock with the sizes that suit   the fastest plan of the job without holmes, after a search
+          it best
 
     Args:
         end: Moment of time.monotonic() at which simulations must have ended.
     """
     best = result.best
     layout = result.user_layout
-    is_alone = layout is best  # without a search, the layout is the only plan
+    is_only_plan = layout is best  # without a search, the layout is the only plan
     # The causes of a step add up to its time.
     steps_s = {plan: sum(seconds.values()) for plan, seconds in reasons(result).items()}
     best_s = steps_s["holmes"]
-    baseline = "your layout as stock runs it" if layout and not is_alone else "stock"
+    baseline = "your layout as stock runs it" if layout and not is_only_plan else "stock"
     stock = "the launcher's order, all traffic on the network that all nodes share, layers "
     stock += "as yours" if layout else "even"
     lines = [f"{steps_s['stock'] / best_s:.2f} x {baseline} ({stock})"]
     if "yours" in steps_s:
         lines.append(f"{steps_s['yours'] / best_s:.2f} x your layout with holmes")
-    if not is_alone:
+    if not is_only_plan:
         fastest = best_stock(result, end)
         if fastest:
             ratio = fastest.step_s / best_s

@@ -47,31 +47,50 @@ def launches_of(
     )
     step_s = result.best.step_s if plan else step_without_plan_file(result)
     by_framework = {name: replace(launch, step_s=step_s) for name, launch in by_framework.items()}
-    of_command = framework_of_command(args, job)
-    framework = args.framework or of_command
+    framework_in_command = framework_of_command(args, job)  # "" if not known
+    framework = args.framework or framework_in_command
     if not framework:
         return by_framework
     launch = by_framework[framework]
-    if args.command and framework == (of_command or framework):
-        # Sizes in options of `holmes plan` are not those of the command.
-        layout = None if sizes_given(args) else result.user_layout
-        if runs_already(result.best, layout):
-            # The framework runs the layout, so it can do the plan.
-            holmes_flags = tuple(_holmes_flags(launch))
-            launch = replace(launch, flags=holmes_flags, lacks=())
-        sizes = job.command_line.sizes
-        if sizes is not None and (sizes.tensor > 1 or sizes.context > 1):
-            launch = replace(launch, environment="")  # the command runs with it already
-        request = Request(
-            words=tuple(args.command),
-            command_line=job.command_line,
-            framework=framework,
-            candidate=result.best,
-            layers=result.model.layers,
-            layout=layout,
-        )
-        launch = replace(launch, edit=edit_of(request, launch))
+    # --for may name another framework than the command has flags of; such a command cannot be changed.
+    is_for_command = framework_in_command in ("", framework)
+    if args.command and is_for_command:
+        launch = _with_edit(launch, framework, result, args, job)
     return {framework: launch}
+
+
+def _with_edit(
+    launch: Launch,
+    framework: str,
+    result: SearchResult,
+    args: argparse.Namespace,
+    job: Training,
+) -> Launch:
+    """Return a launch with the changes that make the user's command run the best plan (`edit`).
+
+    Args:
+        launch: Flags that start the plan.
+        framework: Framework whose flags the command has.
+    """
+    # Sizes in options of `holmes plan` are not those of the command.
+    layout = None if sizes_given(args) else result.user_layout
+    if runs_already(result.best, layout):
+        # The best plan is the layout that the command has already. So the framework can run it
+        # (nothing is lacking), and only the flags of holmes are new.
+        holmes_flags = tuple(_holmes_flags(launch))
+        launch = replace(launch, flags=holmes_flags, lacks=())
+    sizes = job.command_line.sizes
+    if sizes is not None and (sizes.tensor > 1 or sizes.context > 1):
+        launch = replace(launch, environment="")  # the command runs with it already
+    request = Request(
+        words=tuple(args.command),
+        command_line=job.command_line,
+        framework=framework,
+        candidate=result.best,
+        layers=result.model.layers,
+        layout=layout,
+    )
+    return replace(launch, edit=edit_of(request, launch))
 
 
 def step_without_plan_file(result: SearchResult) -> float:
@@ -84,9 +103,15 @@ def step_without_plan_file(result: SearchResult) -> float:
 
 
 def _own_order_s(result: SearchResult) -> float:
-    """Return the step with the best plan's flags in the job's own order of nodes, in seconds."""
+    """Return the step of a job with the best plan's flags and no plan file, in seconds.
+
+    The job's own order of nodes is the one that it computes from the sizes when it starts, without a
+    search. If that is the order of the plan, the step is that of the plan. The same is assumed if
+    the plan was not simulated, or is breadth-first.
+    """
     best = result.best
-    engine_reduces = result.engine.hierarchical_zero is not None
+    engine_reduces = result.engine.hierarchical_zero is not None  # instead of holmes
+    # flat: the flags of the plan do not turn on the framework's hierarchical all-reduce
     own = layout_candidate(
         result,
         best.placement.sizes,
@@ -97,13 +122,17 @@ def _own_order_s(result: SearchResult) -> float:
     if own.placement == best.placement or best.breadth_first or not best.simulated_s:
         return best.step_s
     own = timed(result, own)
-    if best.schedule:
+    if best.schedule:  # the job computes the order of its passes when it starts, too
         own = in_passes(result, own) or own
     return own.step_s
 
 
 def start_line(result: SearchResult, starts: Mapping[str, Launch]) -> str:
-    """Return a line on the order of the nodes in a job that has no plan file."""
+    """Return a line on the order of the nodes in a job that is started without a plan file.
+
+    Such a job chooses the order itself. So its step (`step_s` of a launch) may be longer than the
+    printed plan's. --output writes a plan file, and with this file the job keeps to the printed plan.
+    """
     best_text = f"{result.best.step_s:.4g}"
     step_texts = {f"{launch.step_s:.4g}" for launch in starts.values()} - {best_text}
     if not step_texts:

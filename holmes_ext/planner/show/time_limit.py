@@ -42,10 +42,13 @@ class TimeLimit:
     def output_begin(self, result: SearchResult) -> float:
         """Return the moment of time.monotonic() at which the output must begin, so that it ends in time.
 
+        The output needs some simulations of the best plan. To estimate their duration, the same
+        simulations of the best plan so far are done here. If the search finds a better plan, the
+        output simulates that one, which takes about as long. Otherwise the result remembers the
+        values, and the output simulates nothing.
+
         Args:
-            result: First plans of the search. The simulations that the output needs of its best plan
-                are done here: they show how long they take for a better plan. If there is none, the
-                output needs no others, because the result remembers them.
+            result: First plans of the search.
         """
         begin = time.monotonic()
         reasons(result)

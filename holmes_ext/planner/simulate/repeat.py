@@ -52,7 +52,7 @@ def folded_s(job: JobStep) -> float:
     total = job.costs.micro_batches
     if job.run.schedule:  # a written order of passes, for just so many micro-batches
         return job.step().step_s
-    few, round_size = _few(job)
+    few, round_size = _first_simulation(job)
     while few < MAX_SHARE * total:  # with more, a full simulation takes hardly longer
         step_s = _from_few_s(job, few, round_size)
         if step_s:  # 0: the middle did not repeat
@@ -73,31 +73,42 @@ def folded_causes(job: JobStep, step_s: float) -> dict[str, float]:
         step_s: Time of the step, as folded_s() returns it.
     """
     total = job.costs.micro_batches
-    few, round_size = _few(job)
-    period = ALL_PERIODS * round_size  # of every length up to MAX_PERIOD
-    first = total - (total - few) // period * period
-    second = first + period
-    if not job.run.schedule and second < MAX_SHARE * total:
-        at_first = job.step(first).causes
-        at_second = job.step(second).causes
-        periods = (total - first) // period
+    few, round_size = _first_simulation(job)
+    # The middle may repeat after 1 to MAX_PERIOD rounds. ALL_PERIODS rounds are a multiple of each.
+    period = ALL_PERIODS * round_size
+    # Two simulations that differ by one period. The smaller one has at least `few` micro-batches, and
+    # lacks a whole number of periods.
+    lacking_periods = (total - few) // period
+    smaller = total - lacking_periods * period
+    larger = smaller + period
+    if not job.run.schedule and larger < MAX_SHARE * total:
+        causes_of_smaller = job.step(smaller).causes
+        causes_of_larger = job.step(larger).causes
         causes = {}
-        for name, seconds in at_first.items():
-            causes[name] = seconds + periods * (at_second[name] - seconds)
+        for name, seconds in causes_of_smaller.items():
+            growth_s = causes_of_larger[name] - seconds  # with one period more
+            causes[name] = seconds + lacking_periods * growth_s
         if abs(sum(causes.values()) - step_s) <= SUM_ROUNDING * step_s:
             return causes
     return job.step().causes
 
 
-class _Few(NamedTuple):
-    """Number of micro-batches that are simulated first, and of those in a round of the schedule."""
+class _FirstSimulation(NamedTuple):
+    """Size of the first simulation, which has few of the step's micro-batches."""
 
-    micro_batches: int
+    micro_batches: int  # of the simulation
+    #: Micro-batches of a round: an interleaved schedule passes as many through a chunk before the
+    #: next chunk; 1 under other schedules.
     round_size: int
 
 
-def _few(job: JobStep) -> _Few:
-    """Return how many micro-batches to simulate first, for the middle of the step to show its period."""
+def _first_simulation(job: JobStep) -> _FirstSimulation:
+    """Return how many micro-batches to simulate first.
+
+    The middle of a step is the part in which all stages are busy: after the first micro-batches have
+    reached the last stage (warm-up), before the last ones leave the first stage. The simulation must
+    be long enough to show after how many micro-batches the operations of the middle repeat.
+    """
     stages = job.costs.stages
     # An interleaved schedule passes `stages` micro-batches through a chunk before the next chunk,
     # so its period is a multiple of these.
@@ -105,8 +116,10 @@ def _few(job: JobStep) -> _Few:
     round_size = stages if is_interleaved else 1
     # Largest warm-up depth of a stage: 1F1B's is the number of stages on the first one.
     warm_up = max((*job.run.in_flight, stages))
+    # Enough for the warm-up itself, two lifetimes of a micro-batch to compare, and a period. A lifetime
+    # is about as long as `warm_up` micro-batches take.
     depths = FEW_DEPTHS_INTERLEAVED if round_size > 1 else FEW_DEPTHS
-    return _Few(depths * warm_up + FEW_MORE, round_size)
+    return _FirstSimulation(depths * warm_up + FEW_MORE, round_size)
 
 
 def _from_few_s(job: JobStep, few: int, round_size: int) -> float:

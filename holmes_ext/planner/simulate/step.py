@@ -356,13 +356,14 @@ class JobStep:
         return [group.pipeline_classes for group in groups]
 
     def step(self, micro_batches: int = 0) -> Step:
-        """Simulate the step with so many micro-batches; 0: all."""
+        """Simulate the step with so many micro-batches; 0: all. Equal ranks (_Actor) share a timeline."""
         simulation = self.simulation(micro_batches or self.costs.micro_batches)
         timelines = []
         for (pipeline_class, stage), spans in zip(self.actors, simulation.run()):
             cluster = self.network.cluster(self.fold.node_type_on(pipeline_class, stage))
-            ranks = self.fold.ranks(pipeline_class, stage)  # on equal nodes: they do the same
+            ranks = self.fold.ranks(pipeline_class, stage)  # all of the actor's, which do the same
             timelines.append(Timeline(stage, ranks, cluster, spans=tuple(spans)))
+        # CORES: CPU cores that ranks share. Bits through them stand for time of software, not for traffic.
         carried_bytes = {nic: bits / 8 for nic, bits in simulation.carried.items() if nic != CORES}
         step_s = end_of(timeline.spans for timeline in timelines)
         return Step(step_s, ranks=tuple(timelines), carried=carried_bytes)

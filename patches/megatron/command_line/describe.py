@@ -98,11 +98,13 @@ def describe(argv: Sequence[str]) -> CommandLine:
     Args:
         argv: The words of the command line, such as ["pretrain_gpt.py", "--num-layers", "24"].
     """
-    command_line = read_settings(argv)
-    settings = dict(command_line.values)  # name of a setting -> value, such as "layers" -> 24
-    assumed = list(command_line.overruled)  # lines for the user; functions below append to it
+    parsed = read_settings(argv)
+    settings = dict(parsed.values)  # name of a setting -> value, such as "layers" -> 24
+    # Lines for the user about the values used: where ds_config overrules flags, and where a value is
+    # assumed. The functions below append to it.
+    assumed = list(parsed.overruled)
     is_deepspeed = "ds_config" in settings or any(
-        flag in command_line.flags for flag in MEGATRON_DEEPSPEED
+        flag in parsed.flags for flag in MEGATRON_DEEPSPEED
     )
     framework = _framework_of(settings, is_deepspeed)
     pipeline_size = settings.get("pipeline", 1)
@@ -115,8 +117,8 @@ def describe(argv: Sequence[str]) -> CommandLine:
         settings.setdefault("recompute", "full" if settings["checkpoint_interval"] else "none")
 
     model = None
-    trouble = ""
-    refused = ""
+    trouble = ""  # why the flags make no complete model
+    refused = ""  # why the framework would refuse the job
     states: dict[Mode, StateBytes] = {}
     if framework or "ds_config" in settings:
         # Imported here, because most jobs of other frameworks describe no model.
@@ -130,7 +132,7 @@ def describe(argv: Sequence[str]) -> CommandLine:
             try:
                 model = model_of(
                     settings,
-                    flags=command_line.flags,
+                    flags=parsed.flags,
                     script=_script_of(argv),
                     zero_stage=zero_stage,
                     is_deepspeed=is_deepspeed,
@@ -147,7 +149,7 @@ def describe(argv: Sequence[str]) -> CommandLine:
     training = {name: settings[name] for name in STEP_SETTINGS if name in settings}
     if "zero" in settings or "fsdp" in settings:
         training["zero"] = zero_stage
-    backend_words = command_line.flags.get("--distributed-backend", [])
+    backend_words = parsed.flags.get("--distributed-backend", [])
     return CommandLine(
         sizes=_sizes_of(settings),
         model=model,
@@ -160,8 +162,8 @@ def describe(argv: Sequence[str]) -> CommandLine:
         stage_layers=split.stage_layers,
         framework=framework,
         assumed=tuple(assumed),
-        not_counted=_lines_about_flags(command_line.not_counted),
-        unknown=command_line.unknown,
+        not_counted=_lines_about_flags(parsed.not_counted),
+        unknown=parsed.unknown,
         training=training,
         state_of_mode=states,
         backend=backend_words[0] if backend_words else "",

@@ -29,8 +29,9 @@ def refusals(
         command_line: The job, with its model. If there is no model, nothing is yielded.
         sizes: The parallel sizes, including the data-parallel size.
         world: Number of ranks.
-        partitioned: Whether holmes decides how many layers each pipeline stage gets. Stages may then
-            have unequal numbers. By default the framework decides.
+        partitioned: Whether a plan file or --holmes-partition decides how many layers each pipeline
+            stage gets. The stages may then have unequal numbers, so the pipeline size need not
+            divide the layers.
     """
     model = command_line.model
     if model is None:
