@@ -112,8 +112,8 @@ def _training_of(
     model = _model_of_job(args, command_line)
     if model is None and command.hidden_model:
         raise HolmesError(command.hidden_model)
-    # Lines for the user, in the order of the output: assumed speed of GPUs, GPUs that are not
-    # known, what was read from the command, and what in it does not count.
+    # The lines for the user are put together in the order of the output. `lines` has those about the
+    # command; each of the next steps puts its lines before them.
     if model is not None:
         # How fast the GPUs are comes from the model's file or from cluster.toml.
         lines = [

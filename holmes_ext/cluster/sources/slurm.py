@@ -179,6 +179,8 @@ def nodes_of_file(
     text = sys.stdin.read() if path == "-" else read_text(path, _FILE_ADVICE)
     if "NodeName=" not in text:
         raise HolmesError(f"{path}: no line has NodeName=; {_FILE_ADVICE}")
+    # NodeName= also begins lines of Slurm's other files. gres.conf, whose lines name the devices of GPUs
+    # (File=/dev/nvidia0), is the most likely mistake.
     if not any(key in text for key in _HARDWARE_KEYS) or "File=/dev/" in text:
         raise HolmesError(
             f"{path}: its NodeName lines do not describe hardware: not slurm.conf; {_FILE_ADVICE}"

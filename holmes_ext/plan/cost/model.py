@@ -789,7 +789,8 @@ def on_clusters(model: Model, spec: SiteSpec) -> Model:
 
     Every number of a GPU comes from the first source that has it: the numbers in cluster.toml,
     [gpu.cluster.NAME] of the model file, the GPU's product name in cluster.toml, [gpu] of the model file.
-    FLOP/s of whole steps in cluster.toml count as those of kernels; plan/reached.py is more exact.
+    If cluster.toml gives a GPU's FLOP/s only for whole training steps (gpu_model_flops), this function takes
+    them for those of kernels. They are fewer; with_kernel_flops() of plan/reached.py corrects that later.
     """
     gpus = {}
     for cluster in spec.clusters:
@@ -802,7 +803,7 @@ def on_clusters(model: Model, spec: SiteSpec) -> Model:
         numbers: dict[str, Any] = {}
         for name in ("flops", "memory_bytes", "link_bps"):
             candidates = [getattr(source, name, 0.0) for source in sources]
-            if name == "flops":
+            if name == "flops":  # the only number that cluster.toml may give in another way
                 candidates[0] = cluster.accelerator.any_flops
             numbers[name] = next(filter(None, candidates), 0.0)  # 0: the source lacks it
         gpus[cluster.name] = Gpu(**numbers)

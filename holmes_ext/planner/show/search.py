@@ -265,8 +265,9 @@ def leave_out(
         job: What to train.
 
     Returns:
-        Lines to print, with flags if the job's command line has sizes for all nodes; and a
-        dictionary for --json.
+        Lines to print, and the same advice as a dictionary for --json: the nodes to leave out and to keep,
+        both step times, the best plan on fewer nodes, and how each framework starts it. The lines give
+        flags only if the user has given parallel sizes. Those are for all nodes, so they must change.
     """
     nodes = [node.name for node in fewer.network.site.nodes]
     left_out = grouped(  # cluster -> names of its nodes
@@ -285,6 +286,7 @@ def leave_out(
         f"{LEAVE_OUT}{', '.join(parts)}: a job on {folded(nodes)} takes {fewer_s:.4g} s a step, on all "
         f"nodes {all_s:.4g} s, {all_s / fewer_s:.2f} times as long"
     ]
+    # plan="": the flags are without a plan file, because that of --output may be for all nodes.
     starts = start.launches_of(fewer, args, job, plan="")
     if job.sizes is not None:
         for name, texts in start.launch_lines(starts).items():
