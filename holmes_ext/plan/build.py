@@ -227,7 +227,7 @@ def _check_partition(
             f"{name}: the number of stages is not known; give --holmes-sizes pipeline=N"
         )
     if stage_layers and (len(stage_layers) != sizes.pipeline or min(stage_layers) < 1):
-        count = f"{len(stage_layers)} numbers for {sizes.pipeline} pipeline stages"
+        count = f"{counted(len(stage_layers), 'number')} for {counted(sizes.pipeline, 'pipeline stage')}"
         raise HolmesError(f"{name}: {count}; give one for each stage, all 1 or more")
     if not stage_layers and model is None:
         raise HolmesError(

@@ -63,6 +63,7 @@ from holmes_ext.document import Table, load_toml
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.workload import Workload
+from holmes_ext.words import counted
 
 RECOMPUTE = ("none", "selective", "full")
 POSITIONS = ("learned", "none")
@@ -308,7 +309,7 @@ class Model:
             problem = f"{self.experts_per_token} is not 1 to {self.experts}"
             raise self._error("experts_per_token", f"{problem} (key 'experts')")
         if self.expert_layers > self.layers:
-            problem = f"{self.expert_layers} is more than the {self.layers} layers"
+            problem = f"{self.expert_layers} is more than the {counted(self.layers, 'layer')}"
             raise self._error("expert_layers", problem)
         if bool(self.micro_batches) == bool(self.global_batch):
             raise HolmesError(

@@ -124,7 +124,9 @@ def step(result: SearchResult) -> Any:
         panels[f"{name}: {step_s:.4g} s"] = rows, step_s
     shape = result.best.shape
     chunks = f", {shape.virtual} chunks a stage" if shape.virtual > 1 else ""
-    label = f"seconds; {shape.micro_batches} micro-batches{chunks}; empty: waiting for others"
+    label = (
+        f"seconds; {counted(shape.micro_batches, 'micro-batch')}{chunks}; empty: waiting for others"
+    )
     if any(len(spans) > MANY for rows, _ in panels.values() for _, spans in rows):
         label += "; heights: shares of the time"
     return timeline(panels, label)
