@@ -292,7 +292,10 @@ def _parse_records(text: str) -> list[dict[str, str]]:
 
 
 def _nodes_of_partition(text: str) -> list[str]:
-    """Return the nodes that a partition of slurm.conf names, [] for names of sets of nodes."""
+    """Return the nodes in the Nodes= of a partition of slurm.conf: "a[01-02]" gives a01 and a02.
+
+    A value in parentheses does not list nodes by their names, and gives none.
+    """
     if text.startswith("("):
         return []
     return expand(text, "PartitionName")
