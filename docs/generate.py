@@ -67,7 +67,7 @@ _NOISE = re.compile(
 )
 #: End of a line with the seconds of a search, which a page leaves out because they differ each
 #: time.
-_TOOK = re.compile(r"^(\d+ shapes, .*), [\d.]+ s$")
+_TOOK = re.compile(r"^(\d+ shapes?, .*), [\d.]+ s$")
 #: Width of the terminal for a command, and the length at which its longer lines are cut with dots.
 _COLUMNS, _CUT = 110, 150
 #: Flag without "--holmes-" -> page that explains it.

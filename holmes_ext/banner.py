@@ -7,7 +7,7 @@ from holmes_ext.plan.plan import NOMINAL, more_bytes
 from holmes_ext.plan.traffic import SOCKETS, VERBS
 from holmes_ext.runtime.session import Session
 from holmes_ext.units import format_bytes
-from holmes_ext.words import grouped, tell_user
+from holmes_ext.words import counted, grouped, tell_user
 
 _STAGE_LINK_FEATURES = {"deepspeed-stage-links", "megatron-stage-links"}
 _SCHEDULE_FEATURES = {"deepspeed-stage-links", "torch-schedule"}
@@ -48,18 +48,18 @@ def _describe_ranks(current: Session) -> str:
         # The first port of a node is its fastest one.
         first_port = site.node_by_name[nodes[0]].ports[0]
         nic_kind = site.fabric_by_name[first_port.fabric].kind
-        noun = "node" if len(nodes) == 1 else "nodes"
-        clusters.append(f"{name} ({len(nodes)} {noun}, {nic_kind})")
+        clusters.append(f"{name} ({counted(len(nodes), 'node')}, {nic_kind})")
     keeps_order = plan.nodes == tuple(node.name for node in site.nodes)
     order = "order kept" if keeps_order else "ranks renumbered"
-    noun = "cluster" if len(clusters) == 1 else "clusters"
-    text = f"{len(clusters)} {noun}: {' -> '.join(clusters)}; world size {site.world_size}, {order}"
+    cluster_count = counted(len(clusters), "cluster")
+    text = f"{cluster_count}: {' -> '.join(clusters)}; world size {site.world_size}, {order}"
     if plan.stage_layers:
         layers = "+".join(map(str, plan.stage_layers))
         text += f"; {plan.partition} stages of {layers} layers"
     # One item for each kind of group ("data", ...) of which some groups have ranks in two clusters.
     for spanning in plan.spanning:
-        text += f"; {spanning.groups} {spanning.kind} groups span clusters (on {spanning.fabric})"
+        groups = counted(spanning.groups, f"{spanning.kind} group", "span")
+        text += f"; {groups} clusters (on {spanning.fabric})"
     return text
 
 

@@ -131,7 +131,7 @@ def some_of(items: Iterable[object], most: int = 8, separator: str = ", ") -> st
 
 
 #: Verb after several things -> verb after one.
-_SINGULAR_VERBS = {"are": "is", "have": "has", "do": "does"}
+_SINGULAR_VERBS = {"are": "is", "have": "has", "do": "does", "span": "spans"}
 
 
 def counted(number: int, noun: str, verb: str = "") -> str:
@@ -139,16 +139,22 @@ def counted(number: int, noun: str, verb: str = "") -> str:
 
     Args:
         number: The number.
-        noun: The noun for one thing; "s" is added for several, "es" after "s", "x" and "ch".
+        noun: The noun for one thing. For several, "s" is added, or "es" after "s", "x" and "ch". "entry"
+            gives "entries", but "key" gives "keys".
         verb: The verb for several things, one of _SINGULAR_VERBS; "" for none.
     """
     if number == 1:
         text = f"{number} {noun}"
         verb = _SINGULAR_VERBS.get(verb, "")
     else:
-        ending = "es" if noun.endswith(("s", "x", "ch")) else "s"
-        text = f"{number} {noun}{ending}"
+        text = f"{number} {_plural(noun)}"
     return f"{text} {verb}" if verb else text
+
+
+def _plural(noun: str) -> str:
+    if noun.endswith("y") and not noun.endswith(("ay", "ey", "oy", "uy")):
+        return f"{noun[:-1]}ies"
+    return f"{noun}es" if noun.endswith(("s", "x", "ch")) else f"{noun}s"
 
 
 def why(error: Exception) -> str:

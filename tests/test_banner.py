@@ -58,7 +58,7 @@ def test_a_pipeline_over_two_clusters():
 
 def test_a_model_that_was_told_and_what_spans():
     text = said(sizes=Sizes(), workload=Workload(), basis="m.toml")
-    assert "1 data groups span clusters (on ethernet)" in text and "nominal" not in text
+    assert "1 data group spans clusters (on ethernet)" in text and "nominal" not in text
     assert "nominal" not in said(sizes=Sizes(2), options=Options(overlap="off"))
 
 

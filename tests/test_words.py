@@ -38,6 +38,8 @@ def test_a_number_with_its_noun():
     assert [counted(number, "node") for number in (0, 1, 2)] == ["0 nodes", "1 node", "2 nodes"]
     assert counted(1, "process") == "1 process" and counted(8, "process") == "8 processes"
     assert counted(2, "micro-batch") == "2 micro-batches"
+    assert counted(1, "entry") == "1 entry" and counted(2, "entry") == "2 entries"
+    assert counted(2, "key") == "2 keys"
     assert (
         counted(1, "layer", "are") == "1 layer is" and counted(3, "layer", "are") == "3 layers are"
     )

@@ -430,12 +430,12 @@ def _show_spanning(screen: Screen, plan: Plan) -> None:
     """Print a line for each kind of group that spans clusters, or a line that there is none."""
     # One item for each kind of group ("data", ...) that spans clusters, with one group's nodes.
     for spanning in plan.spanning:
-        verb = "groups span" if spanning.groups > 1 else "group spans"
+        groups = counted(spanning.groups, f"{spanning.kind} group", "span")
         costs = "no slower than inside clusters"
         if spanning.seconds:  # more than inside clusters, a step; 0: no more
             costs = f"costs {spanning.seconds:.3g} s a step"
         screen.line(
-            f"! {spanning.groups} {spanning.kind} {verb} clusters (one has "
+            f"! {groups} clusters (one has "
             f"{', '.join(spanning.example)}): on {spanning.fabric}, {costs}",
             "yellow",
         )

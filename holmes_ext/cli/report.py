@@ -190,8 +190,9 @@ def joined_line(row: JoinedRow) -> str:
             aggregate's norm; None if no round has one.
     """
     line = (
-        f"joined: {row.rounds} rounds, {row.counted} of them counted; {row.sent / 1e6:.3f} MB sent in a "
-        f"round, {row.seconds:.3f} s under way, {row.exposed_s:.4f} s exposed (medians)"
+        f"joined: {counted(row.rounds, 'round')}, {row.counted} of them counted; "
+        f"{row.sent / 1e6:.3f} MB sent in a round, {row.seconds:.3f} s under way, "
+        f"{row.exposed_s:.4f} s exposed (medians)"
     )
     if row.drift is not None:
         line += f"; drift {row.drift:.2f} of the sum"

@@ -46,8 +46,11 @@ _REACHED = 0.4
 def _from_sheet(peak_tflops: float, memory_gb: float, link_gbytes: float = 0.0) -> Accelerator:
     """Return an accelerator from the numbers of a data sheet.
 
+    A training step's kernels do not reach the sheet's peak: `flops` is the part _REACHED of it. A sheet
+    with 181 TFLOP/s gives 72e12 FLOP/s.
+
     Args:
-        peak_tflops: Dense 16-bit TFLOP/s. Many sheets give those with sparsity, twice as many.
+        peak_tflops: Peak dense 16-bit TFLOP/s. Many sheets give those with sparsity, twice as many.
         memory_gb: Memory in units of 10^9 bytes.
         link_gbytes: Gigabytes/s to the other GPUs of the node, each way. Sheets give both ways
             together, twice as many. 0: the GPUs of a node communicate over PCIe.
@@ -163,6 +166,7 @@ def accelerator_of(name: str) -> Accelerator | None:
         return None
     accelerator = KNOWN_GPUS[model]
     for word in _WORD.findall(upper):
+        # A form may have other numbers (_FORMS), lack the link (_CARD_FORMS), or both, as "H100 NVL".
         accelerator = _FORMS.get((model, word), accelerator)
         if word in _CARD_FORMS:
             accelerator = replace(accelerator, link_bps=0.0)
@@ -173,12 +177,19 @@ def accelerator_of(name: str) -> Accelerator | None:
 
 
 def _spaced(name: str) -> str:
-    """Return a name in upper case, with a dash before a form that is written without one: "H100NVL"."""
+    """Return a name in upper case, with a dash between model and form (NVL, PCIe, SXM).
+
+    Some names join the two: "H100NVL" gives "H100-NVL", so that "H100" is a word of its own.
+    """
     return re.sub(r"(?<=\d)(?=NVL\b|PCIE\b|SXM\d?\b)", "-", name.upper())
 
 
 def _is_memory_of_cpu(model: str, gigabytes: str) -> bool:
-    """Return whether the memory in a GPU's name is that of the CPU beside it: "GH200 480GB"."""
+    """Return whether the memory in a GPU's name is that of the CPU beside the GPU.
+
+    A Grace superchip (GH200, GB200, ...) joins a GPU and a CPU with memory of its own. Its name gives the
+    memory of the CPU: a "GH200 480GB" has 480 GB beside the CPU, and 96 GB on the GPU.
+    """
     return model.startswith("G") and int(gigabytes) >= _SMALLEST_CPU_GB
 
 
@@ -221,7 +232,8 @@ def gpu_name(text: str) -> str:
 def misspelt_model(name: str) -> str:
     """Return the known model that a name means if letters in it stand for digits, otherwise "".
 
-    "A10O" means "A100". "B20" means nothing known: a GPU with other digits is another GPU.
+    "A10O" means "A100", because the letter O stands for the digit 0. "B20" gives "": the most similar
+    model, B200, has one more digit, and may be another GPU than the one that is meant.
     """
     digits = name.upper().translate(_LETTERS_LIKE_DIGITS)
     models = {model.upper().translate(_LETTERS_LIKE_DIGITS): model for model in KNOWN_GPUS}
@@ -229,6 +241,9 @@ def misspelt_model(name: str) -> str:
 
 
 def names_one_model(texts: list[str]) -> str:
-    """Return the GPU that a list of words, such as a node's features, names; "" for none or several."""
+    """Return the only GPU model among words such as a node's features, "" for none or several models.
+
+    The features "ib", "hdr" and "a100-80gb" give "A100".
+    """
     names = {gpu_name(text) for text in texts if accelerator_of(text) is not None}
     return names.pop() if len(names) == 1 else ""

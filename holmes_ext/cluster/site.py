@@ -23,6 +23,7 @@ from holmes_ext.cluster.nic import KINDS
 from holmes_ext.cluster.wan import Hop, Wan
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
+from holmes_ext.words import counted
 
 if TYPE_CHECKING:
     from holmes_ext.cluster.nic import Nic
@@ -142,7 +143,7 @@ class Site:
             first = first_of.setdefault(node.cluster, node)
             if node.processes != first.processes:
                 raise HolmesError(
-                    f"{self.source}: node {first.name!r} has {first.processes} processes and node "
+                    f"{self.source}: node {first.name!r} has {counted(first.processes, 'process')} and node "
                     f"{node.name!r} has {node.processes}, both in cluster {node.cluster!r}; start the "
                     "same number on every node of a cluster, or make two clusters of them"
                 )

@@ -394,7 +394,7 @@ def _read_overrides(
         source: Path of the file, for the error message.
 
     Raises:
-        HolmesError: no cluster has a host, a host has two tables, or a key is unknown.
+        HolmesError: a host is in no cluster, a host has two tables, or a key is unknown.
     """
     overrides: dict[str, NodeOverride] = {}
     for hosts in list(node_table.values):
@@ -418,7 +418,7 @@ def _read_override(
         source: Path of the file, for the error message.
 
     Raises:
-        HolmesError: no cluster has the host, or a key is unknown.
+        HolmesError: the host is in no cluster, or a key is unknown.
     """
     if host not in cluster_of_node:
         near = nearest(host, cluster_of_node)

@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate
-from holmes_ext.words import did_you_mean, some_of
+from holmes_ext.words import counted, did_you_mean, some_of
 
 #: Longest latency that is accepted, seconds one way. A geostationary satellite takes 0.3.
 LONGEST_LATENCY_S = 10.0
@@ -241,7 +241,7 @@ def cluster_pair(table: Table, known: Sequence[str]) -> tuple[str, ...]:
             )
     if len(clusters) != _PAIR:
         raise HolmesError(
-            f"{table.at('clusters')}: {len(clusters)} names; a link joins two clusters"
+            f"{table.at('clusters')}: {counted(len(clusters), 'name')}; a link joins two clusters"
         )
     first, second = clusters
     if first == second:

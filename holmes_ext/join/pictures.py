@@ -9,7 +9,7 @@ from typing import Any
 
 from holmes_ext.join.estimate import RoundForecasts, over_every
 from holmes_ext.planner.html.page import heading, picture
-from holmes_ext.planner.html.pictures import CLUSTERS, KINDS, PAPER, pyplot, svg
+from holmes_ext.planner.html.pictures import CLUSTER_COLORS, KINDS, PAPER, pyplot, svg
 from holmes_ext.report.figures import Summary
 from holmes_ext.report.files import Run
 
@@ -53,7 +53,7 @@ def worth_figure(rounds: RoundForecasts, tokens: int, spanning_job_tokens_per_s:
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
     labelled = set()
-    for colour, (name, settings) in zip(CLUSTERS, over_every(rounds).items()):
+    for colour, (name, settings) in zip(CLUSTER_COLORS, over_every(rounds).items()):
         every = [setting.every for setting in settings]
         rates = [setting.samples_per_s * tokens for setting in settings]
         axis.plot(every, rates, "-", color=colour, lw=1.5, label=name)
@@ -102,10 +102,10 @@ def losses_figure(lives: Sequence[Incarnation]) -> Any:
         lives: Each start of each job, until its end.
     """
     figure, axis = pyplot().subplots(figsize=(9, 4))
-    colours: dict[str, str] = {}  # by job; CLUSTERS is the palette of all pictures
+    colours: dict[str, str] = {}  # by job; CLUSTER_COLORS is the palette of all pictures
     for life in lives:
         label = None if life.job in colours else life.job  # each job once in the legend
-        colour = colours.setdefault(life.job, CLUSTERS[len(colours)])
+        colour = colours.setdefault(life.job, CLUSTER_COLORS[len(colours)])
         # ends: time at which each step ended, in seconds from the first job's start.
         axis.plot(life.ends, life.losses, color=colour, lw=1.2, label=label)
         if life.killed:  # a cross at the last step

@@ -18,7 +18,7 @@ from holmes_ext.checks import InRange, OneOf, problems_in
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.algorithms import ALGORITHMS, DiLoCo
 from holmes_ext.join.estimate import DEFAULT, MOST_FRAGMENTS
-from holmes_ext.words import named_values
+from holmes_ext.words import counted, named_values
 
 AGGREGATES = ("mean", "median", "trimmed", "geometric", "clipping", "flag")
 COMPRESSIONS = ("off", "bf16", "int8", "2bit")
@@ -126,7 +126,7 @@ class OuterSettings:
         algorithm = ALGORITHMS[self.algorithm]
         if self.every and algorithm.one_at_a_time and self.delay >= self.period:
             yield (
-                f"delay={self.delay} must be less than every / fragments = {self.period} steps: a "
+                f"delay={self.delay} must be less than every / fragments = {counted(self.period, 'step')}: a "
                 "fragment's sum is applied before the next one leaves"
             )
 

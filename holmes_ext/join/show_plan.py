@@ -25,6 +25,7 @@ from holmes_ext.join.simulated_rounds import JoinedJob
 from holmes_ext.planner.html.page import heading, paragraphs, picture, table
 from holmes_ext.planner.html.pictures import svg
 from holmes_ext.planner.search.result import SearchResult
+from holmes_ext.words import counted
 
 COLUMNS = (
     Column("--holmes-outer"),
@@ -284,7 +285,8 @@ class JoinedForecast:
         """Return the jobs, their step times and their samples in one line."""
         jobs = self.rounds.jobs
         return ", ".join(
-            f"{job.cluster} {job.step_s:.4g} s a step of {job.samples} samples" for job in jobs
+            f"{job.cluster} {job.step_s:.4g} s a step of {counted(job.samples, 'sample')}"
+            for job in jobs
         )
 
     def show(self) -> None:

@@ -164,7 +164,7 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
     coordinator = address_text(address.host, address.port)
     line = (
         f"job {address.job} joins others at {coordinator}: {settings.algorithm}, every {interval} in "
-        f"{settings.fragments} fragments, each hidden behind {settings.delay} steps, "
+        f"{counted(settings.fragments, 'fragment')}, each hidden behind {counted(settings.delay, 'step')}, "
         f"{settings.compress}; {privacy}"
     )
     warning = warning_of(token)

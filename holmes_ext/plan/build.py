@@ -163,7 +163,7 @@ def costs_of(
     Times come from the profile if there is one, else from the model. Memory always comes from the model.
 
     Args:
-        prices: Prices of the job, for its network and rules.
+        prices: Prices of the job; its network, and its rules (what the framework and holmes can do), count.
         placement: Nodes of each stage.
         model: The model; None: not known.
         profile: Measured times; None: there are none. Either model or profile is given.
@@ -187,7 +187,9 @@ def costs_of(
     clusters = [network.clusters(content) for content in placement.stages]
     costs = measured_costs(profile, clusters, overlap)
     if not rules.hide_stage_links:
-        costs = replace(costs, link_load_s=None)  # None: the framework's own schedule
+        # Nothing hides the links between stages, because the framework's own schedule runs. In StageCosts,
+        # link_load_s=None means that.
+        costs = replace(costs, link_load_s=None)
     if predicted is None:
         return costs  # without a model nothing is known of the memory
     # Predicted costs have one number for each kind of layer (embedding, block, output), measured ones
@@ -225,7 +227,7 @@ def _check_partition(
             f"{name}: the number of stages is not known; give --holmes-sizes pipeline=N"
         )
     if stage_layers and (len(stage_layers) != sizes.pipeline or min(stage_layers) < 1):
-        count = f"{len(stage_layers)} numbers for {sizes.pipeline} pipeline stages"
+        count = f"{counted(len(stage_layers), 'number')} for {counted(sizes.pipeline, 'pipeline stage')}"
         raise HolmesError(f"{name}: {count}; give one for each stage, all 1 or more")
     if not stage_layers and model is None:
         raise HolmesError(

@@ -35,6 +35,7 @@ from holmes_ext.plan.plan import NOMINAL, Plan, check_plan, load_plan, site_of
 from holmes_ext.plan.sizes import INSIDE, Sizes, groups, sizes_text
 from holmes_ext.plan.traffic import ReductionSpec
 from holmes_ext.plan.workload import Workload
+from holmes_ext.words import counted
 
 
 @dataclass
@@ -354,7 +355,8 @@ def advice_on_spanning(plan: Plan, site: Site, sizes: Sizes, instances: int) -> 
         way_out = f" and need not: start {best}"
     elif avoidable:  # name those that need not span
         way_out = f", {_counts(avoidable)} need not: start {best}"
-    return f"{_counts(spanning_groups)} span clusters (on ethernet){way_out}"
+    verb = "spans" if sum(spanning_groups.values()) == 1 else "span"
+    return f"{_counts(spanning_groups)} {verb} clusters (on ethernet){way_out}"
 
 
 def spanning(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
@@ -386,4 +388,4 @@ def spanning(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
 
 
 def _counts(spanning_groups: dict[str, int]) -> str:
-    return ", ".join(f"{count} {kind} groups" for kind, count in spanning_groups.items())
+    return ", ".join(counted(count, f"{kind} group") for kind, count in spanning_groups.items())

@@ -28,6 +28,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import Row, StageCosts, estimate, predict
 from holmes_ext.units import format_bytes
+from holmes_ext.words import counted
 
 METHODS = ("uniform", "speed", "balanced")
 #: Times with a smaller relative difference are equal.
@@ -384,7 +385,7 @@ def _too_large(costs: StageCosts) -> str:
             return f"{costs.names[stage]}: {needs} and {has}; use more {advice}"
         most_blocks.append(count)
     total = "+".join(map(str, most_blocks))
-    problem = f"no split of {costs.blocks} layers fits the GPUs' memory"
+    problem = f"no split of {counted(costs.blocks, 'layer')} fits the GPUs' memory"
     return f"{problem}: the stages hold at most {total} layers; use more stages, {advice}"
 
 

@@ -32,6 +32,7 @@ from holmes_ext.plan.traffic import (
     neighbours,
 )
 from holmes_ext.plan.workload import StageLoad, Workload
+from holmes_ext.words import counted
 
 VERSION = 4
 #: Value of `basis` if the model is not known.
@@ -96,12 +97,12 @@ class Plan:
         if complete != self.sizes:
             raise HolmesError("key 'sizes' lacks the data size")
         if len(self.loads) not in (0, self.sizes.pipeline):
-            raise HolmesError(
-                f"key 'loads' has {len(self.loads)} entries for {self.sizes.pipeline} stages"
-            )
+            entries = counted(len(self.loads), "entry")
+            stages = counted(self.sizes.pipeline, "stage")
+            raise HolmesError(f"key 'loads' has {entries} for {stages}")
         if len(self.stage_layers) % self.sizes.pipeline:
-            entries, stages = len(self.stage_layers), self.sizes.pipeline
-            raise HolmesError(f"key 'stage_layers' has {entries} entries for {stages} stages")
+            entries = counted(len(self.stage_layers), "entry")
+            raise HolmesError(f"key 'stage_layers' has {entries} for {self.sizes.pipeline} stages")
 
     @property
     def world_size(self) -> int:
@@ -324,8 +325,8 @@ def check_plan(plan: Plan, site: Site) -> Plan:
             continue
         if plan.processes_of or not site.has_equal_nodes:
             raise HolmesError(
-                f"{plan.source}: node {node.name!r} has {planned_processes} processes in the plan, but "
-                f"{node.processes} were started on it {world_sizes}"
+                f"{plan.source}: node {node.name!r} has {counted(planned_processes, 'process')} in the "
+                f"plan, but {node.processes} were started on it {world_sizes}"
             )
         raise HolmesError(
             f"{plan.source}: key 'processes' is {plan.processes}, but {site.processes} were started on each "

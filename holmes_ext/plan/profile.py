@@ -20,6 +20,7 @@ from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.workload import Workload
+from holmes_ext.words import counted
 
 VERSION = 1
 #: Largest relative difference between the gradients of a model's layer and those of the profile (because of
@@ -85,7 +86,7 @@ class Profile:
         check_fields(self, "the profile")
         if len(self.stages) != self.sizes.pipeline:
             raise HolmesError(
-                f"key 'stages' has {len(self.stages)} entries for pipeline {self.sizes.pipeline}"
+                f"key 'stages' has {counted(len(self.stages), 'entry')} for pipeline {self.sizes.pipeline}"
             )
         blocks = [block for stage in self.stages for block in stage.blocks]
         if sorted(blocks) != list(range(self.blocks)):
@@ -204,7 +205,7 @@ def check_profile(
     if model is None:
         return
     if model.layers != profile.blocks:
-        counts = f"{profile.blocks} layers, but {model.source} has {model.layers}"
+        counts = f"{counted(profile.blocks, 'layer')}, but {model.source} has {model.layers}"
         raise HolmesError(f"{name}: the profile of another model: {counts}")
     block_bytes = profile.gradient_bytes[1]  # [0] is what comes before the first block
     _, block, *_ = model.layers_of(measured)

@@ -43,17 +43,18 @@ _BOTH_PASSES = 3
 
 
 class KernelFlops(NamedTuple):
-    """Model with the FLOP/s of kernels in each cluster, and lines for the user."""
+    """Model whose GPUs have the FLOP/s of kernels, and lines for the user about their origin."""
 
-    model: Model
-    lines: list[str]
+    model: Model  # model.gpus: cluster -> GPU, with its FLOP/s
+    lines: list[str]  # one for each cluster whose FLOP/s were computed or assumed here
 
 
 def with_kernel_flops(model: Model, spec: SiteSpec, sizes: Sizes | None) -> KernelFlops:
-    """Return the model with FLOP/s of kernels for clusters that give those of whole steps.
+    """Return the model with the FLOP/s of kernels for each cluster that gives only those of whole steps.
 
-    The layout that reached the figure is taken to be the user's, on all nodes of the cluster alone. If it
-    does not fit the cluster, the figure counts as that of kernels, and a line says so.
+    A cluster gives them in cluster.toml by gpu_model_flops or gpu_hardware_flops. It is assumed that they
+    were measured with the user's parallel sizes, in a job on all nodes of this cluster and no others. If
+    these sizes do not fit the cluster, the given FLOP/s count as those of kernels, and a line says so.
 
     Args:
         model: The model with the GPU of each cluster.
@@ -61,7 +62,7 @@ def with_kernel_flops(model: Model, spec: SiteSpec, sizes: Sizes | None) -> Kern
         sizes: Parallel sizes of the user's layout; None: not known.
 
     Raises:
-        HolmesError: communication alone takes longer than the whole step that a figure stands for.
+        HolmesError: communication alone takes longer than the step that the given FLOP/s mean.
     """
     gpus = dict(model.gpus)
     lines = []
@@ -85,7 +86,10 @@ def with_kernel_flops(model: Model, spec: SiteSpec, sizes: Sizes | None) -> Kern
 
 
 class _LayoutUnknown(Exception):
-    """The layout that reached a figure of whole steps is not known. The text says why."""
+    """The layout of the job that reached a cluster's FLOP/s of whole steps is not known.
+
+    The text is the reason, such as "the parallel sizes are not known".
+    """
 
 
 def _key_of(accelerator: Accelerator) -> str:
@@ -111,12 +115,14 @@ def _kernel_flops(model: Model, spec: SiteSpec, cluster: ClusterSpec, sizes: Siz
     if sizes is None:
         raise _LayoutUnknown("the parallel sizes are not known")
     alone = spec.only(cluster.nodes)
-    network = Network(site_from_spec(alone), Links.of_spec(alone))
-    site = network.site
+    site = site_from_spec(alone)
+    links = Links.of_spec(alone)
     try:
+        # The user's data size is for all clusters. 0: it follows from the number of this cluster's GPUs.
         complete = replace(sizes, data=0).complete(site.world_size, site.processes)
         micro_batches = model.micro_batches_of(complete.data)
-        network = Network(site, network.links, single_fabric=stock_fabric(site))
+        # Network and placement of a job without holmes: one fabric, and ranks in the launcher's order.
+        network = Network(site, links, single_fabric=stock_fabric(site))
         placement = launched(network, complete)
     except HolmesError as error:
         raise _LayoutUnknown(f"the layout does not fit it alone: {error}") from None
@@ -129,7 +135,10 @@ def _kernel_flops(model: Model, spec: SiteSpec, cluster: ClusterSpec, sizes: Siz
     rules = Rules(hide_stage_links=False)  # the framework's own schedule
 
     def step_s(kernel_flops: float) -> float:
-        """Return the predicted step without holmes for kernels of this speed, in seconds."""
+        """Return the predicted seconds of the model's step on this cluster, for kernels of this speed.
+
+        The step is that of a job without holmes: no hidden stage links, and a uniform partition.
+        """
         gpu = replace(model.gpus[cluster.name], flops=kernel_flops)
         on_cluster = replace(model, gpu=gpu, gpus={cluster.name: gpu})
         costs = price(network, placement, RankModel.of(on_cluster, complete), rules)
@@ -146,14 +155,15 @@ def _flops_of_step(model: Model, micro_batches: int, counts_recomputation: bool)
         micro_batches: Micro-batches of all data-parallel ranks together.
         counts_recomputation: Whether passes that are computed again count.
     """
-    # FlashAttention computes scores again inside of a kernel. No log counts that.
-    counted = replace(model, flash=False)
-    if not counts_recomputation:
-        counted = replace(counted, recompute="none")
-    layers = counted.costs()
+    # FlashAttention computes attention scores again inside of its backward kernel. Published FLOP/s (MFU and
+    # HFU in training logs) do not count that.
+    published = replace(model, flash=False)
     if counts_recomputation:
+        # backward_flops has the forward passes that activation checkpointing runs again.
+        layers = published.costs()
         flops = sum(layer.forward_flops + layer.backward_flops for layer in layers)
     else:
+        layers = replace(published, recompute="none").costs()
         flops = _BOTH_PASSES * sum(layer.forward_flops for layer in layers)
     return flops * micro_batches
 

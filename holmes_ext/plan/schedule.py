@@ -26,6 +26,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.words import counted
 
 #: (letter, micro-batch)
 OnePass = tuple[str, int]
@@ -469,9 +470,8 @@ def passes(
             warm_up=warm_up,
         )
     if micro_batches % stages:
-        raise HolmesError(
-            f"interleaved: {micro_batches} micro-batches are not divisible by {stages} pipeline stages"
-        )
+        count = counted(micro_batches, "micro-batch", "are")
+        raise HolmesError(f"interleaved: {count} not divisible by {stages} pipeline stages")
     total = micro_batches * virtual  # forward passes of all chunks
     warm_up = total
     if micro_batches > stages:

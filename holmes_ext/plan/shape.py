@@ -103,16 +103,16 @@ def shape_of(model: Model, sizes: Sizes, zero: int | None = None, virtual: int =
     chunks = sizes.pipeline * virtual
     if sizes.expert > experts:
         raise HolmesError(
-            f"{model.source}: expert size {sizes.expert} is more than the {experts} experts"
+            f"{model.source}: expert size {sizes.expert} is more than the {counted(experts, 'expert')}"
         )
     if model.layers < chunks:
         layers = counted(model.layers, "layer", "are")
-        problem = f"{layers} too few for {sizes.pipeline} stages of {virtual} chunks"
+        problem = f"{layers} too few for {sizes.pipeline} stages of {counted(virtual, 'chunk')}"
         raise HolmesError(f"{model.source}: {problem}; every chunk needs one")
     if virtual > 1 and (micro_batches % sizes.pipeline or model.layers % chunks):
-        layers = f"{model.layers} layers by {sizes.pipeline} x {virtual} chunks"
+        layers = f"{counted(model.layers, 'layer')} by {sizes.pipeline} x {virtual} chunks"
         raise HolmesError(
-            f"{model.source}: interleaved: {micro_batches} micro-batches must be divisible by "
+            f"{model.source}: interleaved: {counted(micro_batches, 'micro-batch')} must be divisible by "
             f"{sizes.pipeline} stages, and {layers}"
         )
     return Shape(

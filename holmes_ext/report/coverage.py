@@ -9,7 +9,7 @@ from holmes_ext.words import counted, some_of
 
 
 class RankSteps(Protocol):
-    """Steps in the telemetry file of a rank, as files.RankFile has them."""
+    """Part of files.RankFile that this module needs: the steps in the telemetry file of a rank."""
 
     steps: dict[int, dict[str, Any]]  # number of a step -> its line
     closed: bool  # whether the job has closed the file

@@ -69,6 +69,9 @@ def test_nodes_of_a_cluster_have_equally_many_processes():
         HolmesError, match="node 'n0' has 8 processes and node 'n1' has 4, both in cluster 'n'"
     ):
         Site(nodes, fabrics)
+    single = (Node("n0", "n", 1, ports), Node("n1", "n", 2, ports))
+    with pytest.raises(HolmesError, match="node 'n0' has 1 process and node 'n1' has 2"):
+        Site(single, fabrics)
     # Without a cluster.toml, each number of processes gets a cluster of its own.
     here = Site.of_reports(nodes, fabrics)
     assert [node.cluster for node in here.nodes] == ["n-8", "n-4"]

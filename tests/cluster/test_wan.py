@@ -78,7 +78,7 @@ def test_site_travels_and_digest_counts_the_links():
         ('"c", "b"', '"a", "b"', "'between[2].clusters': the pair 'a' and 'b' is given twice"),
         ('"c", "b"', '"b", "a"', "the pair 'b' and 'a' is given twice"),
         ('"c", "b"', '"b", "b"', "a link of 'b' with itself"),
-        ('"c", "b"', '"b"', "1 names; a link joins two clusters"),
+        ('"c", "b"', '"b"', "1 name; a link joins two clusters"),
         ('"c", "b"', '"c", "bb"', "no cluster is called 'bb'; did you mean 'b'"),
         (
             '[[between]]\nclusters = ["a", "c"]\n',

@@ -356,7 +356,7 @@ def test_bad_times_are_named(name, value):
 def test_bad_input():
     with pytest.raises(HolmesError, match="3 layers are too few for 4"):
         uniform(3, 4)
-    with pytest.raises(HolmesError, match="1 layers are too few for 2 pipeline stages"):
+    with pytest.raises(HolmesError, match="1 layer is too few for 2 pipeline stages"):
         two_kinds(blocks=1)
     with pytest.raises(HolmesError, match="stage 1: a speed of nan"):
         by_speed(4, (1.0, nan))

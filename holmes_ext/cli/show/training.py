@@ -435,9 +435,7 @@ def _summary_of_command(model: Model, command_line: CommandLine) -> str:
     if model.global_batch:
         parts.append(f"global batch {model.global_batch}")
     else:
-        parts.append(
-            f"{model.micro_batches} micro-batch" + ("es" if model.micro_batches != 1 else "")
-        )
+        parts.append(counted(model.micro_batches, "micro-batch"))
     parts.append(f"recompute {model.recompute}")
     if model.sequence_parallel:
         parts.append("sequence parallel")

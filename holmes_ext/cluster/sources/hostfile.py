@@ -65,11 +65,13 @@ _EXAMPLE = "lines are like `gpu01 slots=8`"
 
 
 class _Entry(NamedTuple):
-    """Host on a line, and its processes there."""
+    """Host that a line names, with the number of processes that the line gives the host."""
 
     host: str
-    slots: str  # text of the number; "" if the line gives none: one process
-    adds_up: bool = False  # whether further lines with the host add processes
+    slots: str  # the number as it is written, such as "8"; "" for none, which means one process
+    #: Whether the notation lets the host occur again with a number, as PBS, LSF and SGE do. The numbers
+    #: then are added: "gpu01/0*4+gpu01/4*4" gives gpu01 eight processes.
+    may_repeat: bool = False
 
 
 def read_hostfile(path: str) -> list[FoundNode]:
@@ -99,23 +101,29 @@ def read_hostfile(path: str) -> list[FoundNode]:
 def read_slots(path: str) -> dict[str, int]:
     """Return the hosts of a hostfile with the number of processes of each, in the file's order.
 
+    The processes of a host that occurs several times are added. That is allowed if none of its entries
+    has a number (each then means one process), or if all are in a notation of PBS, LSF or SGE.
+
     Raises:
-        HolmesError: the file cannot be read, or a line is wrong.
+        HolmesError: the file cannot be read, a line is wrong, or a host occurs again in another way.
     """
     slots: dict[str, int] = {}
-    adding_hosts: set[str] = set()  # hosts of which each line adds processes
+    hosts_without_number: set[str] = set()  # hosts whose entries have no number of slots
     for number, line in enumerate(read_text(path, "name a hostfile").splitlines(), start=1):
         where = f"{path}: line {number}"
         for entry in _parse_line(line.partition("#")[0].strip(), where):
             count = _parse_slots(entry.slots, where)
-            if entry.host in slots and entry.slots and not entry.adds_up:
-                raise HolmesError(f"{where}: host {entry.host!r} is named twice")
-            if entry.host in slots and (not entry.slots) != (entry.host in adding_hosts):
-                raise HolmesError(
-                    f"{where}: host {entry.host!r} is named with and without a number of slots"
-                )
-            if not entry.slots:
-                adding_hosts.add(entry.host)
+            has_number = bool(entry.slots)
+            if entry.host in slots:
+                if has_number and not entry.may_repeat:
+                    raise HolmesError(f"{where}: host {entry.host!r} is named twice")
+                had_number = entry.host not in hosts_without_number
+                if has_number != had_number:
+                    raise HolmesError(
+                        f"{where}: host {entry.host!r} is named with and without a number of slots"
+                    )
+            if not has_number:
+                hosts_without_number.add(entry.host)
             slots[entry.host] = slots.get(entry.host, 0) + count
     if not slots:
         raise HolmesError(f"{path}: no host is named; {_EXAMPLE}")
@@ -136,7 +144,7 @@ def _parse_slots(text: str, where: str) -> int:
 
 
 def _parse_line(line: str, where: str) -> Iterator[_Entry]:
-    """Yield the hosts of a line of a hostfile, in any of the notations of this module.
+    """Yield the hosts of a line of a hostfile, in any notation that the docstring of this module lists.
 
     Args:
         line: The line without its comment.
@@ -150,7 +158,7 @@ def _parse_line(line: str, where: str) -> Iterator[_Entry]:
     if line.lower().startswith("rank ") and "=" in line:
         yield _parse_rank(line, where)
         return
-    if "/" in line.split()[0]:
+    if "/" in line.split()[0]:  # only PBS writes a slash in the first word: "gpu01/0*8"
         yield from _parse_pbs(line, where)
         return
     # "slots = 8" is one setting, as "slots=8" is.
@@ -161,6 +169,7 @@ def _parse_line(line: str, where: str) -> Iterator[_Entry]:
     slots = _slots_among(words[1:], where)
     for item in split_items(words[0]):
         host, colon, count = item.rpartition(":")
+        # An IPv6 address, such as fe80::1, has several colons; none of them is before a number of slots.
         is_numbered = bool(colon) and ":" not in host
         text = count if is_numbered else slots
         if is_numbered and not count:
@@ -186,6 +195,9 @@ def _parse_rank(line: str, where: str) -> _Entry:
 def _parse_pbs(line: str, where: str) -> Iterator[_Entry]:
     """Yield the hosts of PBS's exec_host, such as "gpu01/0*8+gpu02/0*8".
 
+    After the slash is the index of a slot with a number of CPUs, a range of slots, or one slot:
+    "gpu01/0*8" and "gpu01/0-7" mean 8 processes, "gpu01/3" means 1. A host may occur several times.
+
     Raises:
         HolmesError: the line has another form.
     """
@@ -193,31 +205,32 @@ def _parse_pbs(line: str, where: str) -> Iterator[_Entry]:
         match = _PBS_ITEM.fullmatch(item)
         if match is None or not _HOST.fullmatch(match[1]):
             raise HolmesError(f"{where}: {item!r:.80} is not a host; {_EXAMPLE}")
-        host, first, times, last = match.groups()
-        count = times or "1"
-        if last:
-            count = str(int(last) - int(first) + 1)
-        yield _Entry(host, count, adds_up=True)
+        host, first_slot, cpus, last_slot = match.groups()
+        count = cpus or "1"
+        if last_slot:
+            count = str(int(last_slot) - int(first_slot) + 1)
+        yield _Entry(host, count, may_repeat=True)
 
 
 def _parse_numbers(words: Sequence[str], where: str) -> Iterator[_Entry]:
     """Yield the hosts of a line with numbers after them.
 
-    LSF writes pairs of host and number. SGE writes a host, its number, the queue, and processors.
+    LSF writes pairs of host and number: "gpu01 8 gpu02 8". SGE writes one host, its number, the queue,
+    and processors: "gpu01 8 gpu.q@gpu01 UNDEFINED". In both, a host may occur again with more processes.
 
     Raises:
-        HolmesError: a word is not what the two notations have there.
+        HolmesError: the line is neither pairs nor a line of SGE.
     """
     numbers = words[1::2]
     if len(words) % 2 == 0 and all(number.isdecimal() for number in numbers):
         pairs = list(zip(words[::2], numbers))
-    elif len(words) <= _SGE_COLUMNS:
+    elif len(words) <= _SGE_COLUMNS:  # the queue is no number, and later columns may be missing
         pairs = [(words[0], words[1])]
     else:
         raise HolmesError(f"{where}: {' '.join(words)!r:.80} is not hosts with numbers; {_EXAMPLE}")
     for host, count in pairs:
         for name in _expand_host(host, where):
-            yield _Entry(name, count, adds_up=True)
+            yield _Entry(name, count, may_repeat=True)
 
 
 def _slots_among(words: Sequence[str], where: str) -> str:
@@ -249,7 +262,9 @@ def _slots_among(words: Sequence[str], where: str) -> str:
 
 
 def _expand_host(text: str, where: str) -> list[str]:
-    """Return the hosts that a word of a hostfile names: one, or those of a range; no user before "@".
+    """Return the hosts that a word of a hostfile names: one, or those of a range.
+
+    A user before "@" is left out: "root@gpu01" gives "gpu01".
 
     Raises:
         HolmesError: the word does not name a host.
@@ -274,8 +289,9 @@ def _is_address(host: str) -> bool:
 def _name_without_number(host: str) -> str:
     """Return the name of a host up to its last number.
 
-    "gpu01" gives "gpu", and "rack1-ib-7.site.org" gives "rack1-ib". Names of places in an HPE Cray
-    give "x". The role of a pod is no part of the name: "job-master-0" and "job-worker-1" give "job".
+    "gpu01" gives "gpu", and "rack1-ib-7.site.org" gives "rack1-ib". All nodes of an HPE Cray, whose names
+    are places such as "x1000c0s0b0n0", give "x". The role of a pod is no part of the name: "job-master-0"
+    and "job-worker-1" give "job". A name that is only a role, such as "master-0", gives "pods".
     """
     short_name = host.partition(".")[0]
     if _XNAME.fullmatch(short_name):

@@ -61,7 +61,8 @@ def _expand_bracket(inside: str, text: str, where: str) -> Iterator[str]:
     """Yield the numbers that a bracket stands for, with their leading zeros.
 
     Args:
-        inside: Content of the bracket: "01-04,7".
+        inside: Content of the bracket: numbers and ranges, such as "01-04,7". A range may have a step
+            after a slash: "1-9/2" means 1, 3, 5, 7 and 9.
         text: The list with the bracket, for error messages.
         where: The file and key, option or variable that has the list, for error messages.
 

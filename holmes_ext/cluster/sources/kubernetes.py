@@ -262,15 +262,22 @@ def _with_memory(gpu: str, memory_mib: int) -> str:
     accelerator = accelerator_of(gpu)
     if accelerator is None or not memory_mib:
         return gpu
-    # Drivers report up to 8 % less than the round number of a data sheet, in units of 2^30 bytes.
+    # Both numbers are compared without their units: the 32 GB of a V100's data sheet are 32 GiB (2^30
+    # bytes) to a driver. Drivers report up to 8 % less.
     memory_gib = memory_mib / 1024
-    if abs(memory_gib - accelerator.memory_bytes / 1e9) <= 0.08 * memory_gib:
+    sheet_gb = accelerator.memory_bytes / 1e9
+    if abs(memory_gib - sheet_gb) <= 0.08 * memory_gib:
         return gpu
     return f"{gpu}-{round(memory_gib)}GB"
 
 
 def _fabric_of(labels: Mapping[str, str]) -> str:
-    """Return the name of a node's network by its labels, "" if no label names it."""
+    """Return the name of a node's network by its labels, "" if no label names it.
+
+    The first label of FABRICS that the node has counts. Before the labels from _AFTER_TIERS on, numbered
+    tiers of switches count. The tier with the highest number is the farthest from the node, so its switch
+    stands for the whole network.
+    """
     tiers: dict[int, str] = {}  # number of a tier -> its switch
     for label, value in labels.items():
         match = _TIER.fullmatch(label)
@@ -305,7 +312,8 @@ def _kind_of_fast_nics(labels: Mapping[str, str], resources: Mapping[str, Any]) 
     words = [labels[label] for label in _FLAVORS if label in labels]
     if not words:
         prefixes = ("rdma/", "nvidia.com/", "openshift.io/", "vpc.amazonaws.com/")
-        # Resources that device plugins announce, such as "rdma/ib" or "nvidia.com/roce".
+        # Resources that device plugins announce, such as "rdma/ib" or "nvidia.com/roce". kind_of() ignores
+        # those that name no kind of NIC, such as "nvidia.com/gpu".
         words += [
             name
             for name, count in resources.items()

@@ -179,6 +179,8 @@ def nodes_of_file(
     text = sys.stdin.read() if path == "-" else read_text(path, _FILE_ADVICE)
     if "NodeName=" not in text:
         raise HolmesError(f"{path}: no line has NodeName=; {_FILE_ADVICE}")
+    # NodeName= also begins lines of Slurm's other files. gres.conf, whose lines name the devices of GPUs
+    # (File=/dev/nvidia0), is the most likely mistake.
     if not any(key in text for key in _HARDWARE_KEYS) or "File=/dev/" in text:
         raise HolmesError(
             f"{path}: its NodeName lines do not describe hardware: not slurm.conf; {_FILE_ADVICE}"
@@ -290,7 +292,10 @@ def _parse_records(text: str) -> list[dict[str, str]]:
 
 
 def _nodes_of_partition(text: str) -> list[str]:
-    """Return the nodes that a partition of slurm.conf names, [] for names of sets of nodes."""
+    """Return the nodes in the Nodes= of a partition of slurm.conf: "a[01-02]" gives a01 and a02.
+
+    A value in parentheses does not list nodes by their names, and gives none.
+    """
     if text.startswith("("):
         return []
     return expand(text, "PartitionName")

@@ -73,9 +73,9 @@ class Membership:
             self._record_or_refuse_rival(predecessor, incarnation, now)
             return None
         self._refuse_if_different(name, hello)
-        # After a restart of the coordinator, new jobs may have begun a run from their initial weights before
-        # the jobs of the older run, which is in a later round, reconnect. The older run then goes on: without
-        # the commits of the new one, its versions are the valid ones.
+        # After a restart of this coordinator, new jobs may have begun a run from their initial weights. If a
+        # job of the older run, which is in a later round, reconnects now, the older run goes on. forget()
+        # drops the newer run's outer steps (commits): they would decide what versions of weights are valid.
         if hello.entered and hello.round > state.number and self._replaces_current_run(name, now):
             self._rounds.forget()
         member = self._new_member(name, incarnation, hello, predecessor, now)

@@ -22,6 +22,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import is_name
 from holmes_ext.join.sockets.handshake import printable
 from holmes_ext.runtime.sockets import split_address
+from holmes_ext.words import counted
 
 T = TypeVar("T")
 #: Upper limit of whole numbers (versions, rounds, elements), which no run reaches.
@@ -397,7 +398,7 @@ def _claims(table: Table, fragments: int | None = None) -> tuple[Claim, ...]:
         raise HolmesError(f"{table.at('checksums')}: not all are 16 hexadecimal digits")
     if fragments is not None and len(versions) != fragments:
         raise HolmesError(
-            f"{table.at('versions')}: {len(versions)} fragments, but the run has {fragments}"
+            f"{table.at('versions')}: {counted(len(versions), 'fragment')}, but the run has {fragments}"
         )
     return tuple(map(Claim, versions, checksums))
 

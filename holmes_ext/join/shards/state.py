@@ -23,6 +23,7 @@ from holmes_ext.join.orthogonal import Matrices
 from holmes_ext.join.settings import OuterSettings
 from holmes_ext.join.shards.ownership import Range, RankRange, fragment_cuts, owned_ranges
 from holmes_ext.join.shards.weights import CHECKSUM_MASK, Weights, checksum
+from holmes_ext.words import counted
 
 #: Attributes of a fragment whose tensors are saved in a checkpoint.
 _SAVED = ("anchor", "momentum", "residual")
@@ -378,8 +379,8 @@ class OuterState:
             )
         if len(saved["fragments"]) != len(self.fragments):
             raise HolmesError(
-                f"{source}: the outer state has {len(saved['fragments'])} fragments, --holmes-outer says"
-                f" {len(self.fragments)}"
+                f"{source}: the outer state has {counted(len(saved['fragments']), 'fragment')}, "
+                f"--holmes-outer says {len(self.fragments)}"
             )
         for fragment, content in zip(self.fragments, saved["fragments"]):
             if [list(pair) for pair in fragment.ranges] != content["ranges"]:

@@ -63,6 +63,7 @@ from holmes_ext.document import Table, load_toml
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.workload import Workload
+from holmes_ext.words import counted
 
 RECOMPUTE = ("none", "selective", "full")
 POSITIONS = ("learned", "none")
@@ -319,7 +320,7 @@ class Model:
             problem = f"{self.experts_per_token} is not 1 to {self.experts}"
             raise self._error("experts_per_token", f"{problem} (key 'experts')")
         if self.expert_layers > self.layers:
-            problem = f"{self.expert_layers} is more than the {self.layers} layers"
+            problem = f"{self.expert_layers} is more than the {counted(self.layers, 'layer')}"
             raise self._error("expert_layers", problem)
         if bool(self.micro_batches) == bool(self.global_batch):
             raise HolmesError(
@@ -831,7 +832,8 @@ def on_clusters(model: Model, spec: SiteSpec) -> Model:
 
     Every number of a GPU comes from the first source that has it: the numbers in cluster.toml,
     [gpu.cluster.NAME] of the model file, the GPU's product name in cluster.toml, [gpu] of the model file.
-    FLOP/s of whole steps in cluster.toml count as those of kernels; plan/reached.py is more exact.
+    If cluster.toml gives a GPU's FLOP/s only for whole training steps (gpu_model_flops), this function takes
+    them for those of kernels. They are fewer; with_kernel_flops() of plan/reached.py corrects that later.
     """
     gpus = {}
     for cluster in spec.clusters:
@@ -844,7 +846,7 @@ def on_clusters(model: Model, spec: SiteSpec) -> Model:
         numbers: dict[str, Any] = {}
         for name in ("flops", "memory_bytes", "link_bps"):
             candidates = [getattr(source, name, 0.0) for source in sources]
-            if name == "flops":
+            if name == "flops":  # the only number that cluster.toml may give in another way
                 candidates[0] = cluster.accelerator.any_flops
             numbers[name] = next(filter(None, candidates), 0.0)  # 0: the source lacks it
         gpus[cluster.name] = Gpu(**numbers)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.schedule import passes
+from holmes_ext.words import counted
 
 if TYPE_CHECKING:
     from holmes_ext.options import Options
@@ -54,9 +55,8 @@ def uniform(layers: int, parts: int) -> tuple[int, ...]:
         HolmesError: There are fewer layers than parts.
     """
     if layers < parts:
-        raise HolmesError(
-            f"{layers} layers are too few for {parts} pipeline stages; every stage needs one"
-        )
+        problem = f"{counted(layers, 'layer', 'are')} too few for {parts} pipeline stages"
+        raise HolmesError(f"{problem}; every stage needs one")
     return tuple(layers // parts + (part < layers % parts) for part in range(parts))
 
 

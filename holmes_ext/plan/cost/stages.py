@@ -24,6 +24,7 @@ from holmes_ext.plan.cost.model import Gpu, Layer, Model, in_flight, state_bytes
 from holmes_ext.plan.cost.pipeline import Estimate, formula_ends, schedule, share_nics, walked_ends
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.workload import StageLoad, Workload, passes_s
+from holmes_ext.words import counted
 
 #: Bytes of a compressed activation element (runtime/groups/wire.py), without the scales of int8.
 COMPRESSED_BYTES = {"bf16": 2, "int8": 1}
@@ -250,9 +251,8 @@ class StageCosts:
         if self.micro_batches < 1:
             raise HolmesError(f"micro_batches is {self.micro_batches}; it must be 1 or more")
         if self.blocks < stages:
-            raise HolmesError(
-                f"{self.blocks} layers are too few for {stages} pipeline stages; every stage needs one"
-            )
+            problem = f"{counted(self.blocks, 'layer', 'are')} too few for {stages} pipeline stages"
+            raise HolmesError(f"{problem}; every stage needs one")
 
     @staticmethod
     def _check_times(name: str, rows: Rows) -> None:

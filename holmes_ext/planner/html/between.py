@@ -9,7 +9,7 @@ from typing import Any
 
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.site import Site
-from holmes_ext.planner.html.pictures import CLUSTERS, PAPER, pyplot
+from holmes_ext.planner.html.pictures import CLUSTER_COLORS, PAPER, pyplot
 from holmes_ext.planner.search.changed import StepTimes, with_ethernet, with_latency, with_site
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.units import format_rate, format_seconds
@@ -22,8 +22,12 @@ LATENCIES = (30e-6, 1e-3, 5e-3, 20e-3, 80e-3, 200e-3)
 _PLANNED, _STOCK = "#4c78a8", "#d62728"
 #: Fewest ticks of a logarithmic axis; with fewer, linear ticks are used.
 _MIN_TICKS = 3
-#: Most clusters on a flat figure, and with large texts.
-_FEW, _SEVERAL = 2, 4
+#: Most clusters on a flat figure: two are side by side, more are all around the circle.
+_MOST_FLAT = 2
+#: Most clusters with large texts.
+_MOST_LARGE = 4
+#: Half of the drawing's width. The circle has radius 1; the rest is space for the clusters' boxes.
+_HALF_WIDTH = 1.4
 
 
 def draw_clusters(result: SearchResult) -> Any:
@@ -34,9 +38,10 @@ def draw_clusters(result: SearchResult) -> Any:
     plt = pyplot()
     site = result.network.measured
     names = site.clusters
-    half_height = 0.6 if len(names) <= _FEW else 1.25  # of the drawing; the circle has radius 1
-    side = min(7.0, 4 + 0.5 * len(names))
-    figure, axis = plt.subplots(figsize=(side, side * half_height / 1.4), layout="constrained")
+    half_height = 0.6 if len(names) <= _MOST_FLAT else 1.25  # in the units of _HALF_WIDTH
+    width = min(7.0, 4 + 0.5 * len(names))  # of the figure, in inches
+    height = width * half_height / _HALF_WIDTH
+    figure, axis = plt.subplots(figsize=(width, height), layout="constrained")
     position = {}  # cluster -> (x, y)
     for index, name in enumerate(names):
         angle = 2 * pi * index / len(names)
@@ -49,7 +54,7 @@ def draw_clusters(result: SearchResult) -> Any:
             f"\nuplink {format_rate(uplink)}" if uplink else ""
         )
         x, y = position[name]
-        axis.scatter(x, y, s=2600, color=CLUSTERS[index % len(CLUSTERS)], zorder=2)
+        axis.scatter(x, y, s=2600, color=CLUSTER_COLORS[index % len(CLUSTER_COLORS)], zorder=2)
         axis.text(x, y, text, ha="center", va="center", fontsize=8, color="#111111", zorder=3)
     nic_rate = format_rate(site.fabric_by_name[ETHERNET].rate_bps)
     counts = sorted({node.processes for node in site.nodes})  # GPUs of a node
@@ -58,7 +63,7 @@ def draw_clusters(result: SearchResult) -> Any:
     if not site.wan:
         title += ": flat, only NICs limit it"
     axis.set_title(title, loc="left", fontsize=10)
-    axis.set(xlim=(-1.4, 1.4), ylim=(-half_height, half_height), aspect="equal")
+    axis.set(xlim=(-_HALF_WIDTH, _HALF_WIDTH), ylim=(-half_height, half_height), aspect="equal")
     axis.axis("off")
     return figure
 
@@ -71,7 +76,7 @@ def _draw_links(axis: Any, site: Site, position: Mapping[str, tuple[float, float
         site: Clusters and the links between them.
         position: Cluster -> (x, y).
     """
-    font_size = 8 if len(position) <= _SEVERAL else 6
+    font_size = 8 if len(position) <= _MOST_LARGE else 6
     # Links and uplinks on the path between two clusters; the slowest one sets the rate.
     paths = {pair: site.wan.hops(*pair) for pair in combinations(position, 2)}
     rates_bps = {pair: min([hop.rate_bps for hop in hops] or [inf]) for pair, hops in paths.items()}

@@ -6,7 +6,7 @@ import statistics
 from math import ceil
 from typing import Any
 
-from holmes_ext.planner.html.pictures import CLUSTERS, INK, PAPER, pyplot
+from holmes_ext.planner.html.pictures import CLUSTER_COLORS, INK, PAPER, pyplot
 from holmes_ext.report.figures import PlanRow
 from holmes_ext.report.files import Run
 
@@ -61,7 +61,7 @@ def _draw_plan(axis: Any, plan: PlanRow, number: int, next_step: int, has_label:
     # A band reaches from half a step before the plan's first step to half a step after its last.
     begin = plan.step - 0.5
     end = next_step - 0.5
-    color = CLUSTERS[number % len(CLUSTERS)]
+    color = CLUSTER_COLORS[number % len(CLUSTER_COLORS)]
     axis.axvspan(begin, end, color=color, alpha=0.15, lw=0)
     axis.annotate(
         plan.name,

@@ -36,7 +36,16 @@ KINDS = {
 }
 FABRIC_COLORS = {name: kind.color for name, kind in nic.KINDS.items()}
 #: Colors of the clusters in the launcher's order; they repeat if there are more clusters.
-CLUSTERS = ("#4c78a8", "#e8a33d", "#72b7b2", "#b07aa1", "#9c755f", "#54a24b", "#bab0ac", "#d37295")
+CLUSTER_COLORS = (
+    "#4c78a8",
+    "#e8a33d",
+    "#72b7b2",
+    "#b07aa1",
+    "#9c755f",
+    "#54a24b",
+    "#bab0ac",
+    "#d37295",
+)
 
 #: Colors of texts and lines, and of the background; a page replaces them by its own (svg).
 INK, PAPER = "#1f2328", "#fefefe"

@@ -14,7 +14,7 @@ from holmes_ext.plan.cost.pipeline import Estimate
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.planner.html.between import draw_clusters, draw_what_if
 from holmes_ext.planner.html.pictures import (
-    CLUSTERS,
+    CLUSTER_COLORS,
     KINDS,
     MANY,
     PAPER,
@@ -71,16 +71,16 @@ def placement(result: SearchResult) -> Any:
     height = max(2.2, 0.4 * len(best.split) + 1.4)
     figure, axis = plt.subplots(figsize=(9, height), layout="constrained")
     in_legend = set()  # indices of clusters
-    for stage, clusters in enumerate(best.placement.stages):
+    for stage, contents in enumerate(best.placement.stages):
         left = 0
-        for kind, ranks in clusters:  # kind: number of the cluster in the network
-            name = network.cluster(kind)
+        for node_type, rank_count in contents:
+            name = network.cluster(node_type)
             index = network.site.clusters.index(name)
             label = None if index in in_legend else name
-            color = CLUSTERS[index % len(CLUSTERS)]
-            axis.barh(stage, ranks, left=left, color=color, edgecolor=PAPER, label=label)
+            color = CLUSTER_COLORS[index % len(CLUSTER_COLORS)]
+            axis.barh(stage, rank_count, left=left, color=color, edgecolor=PAPER, label=label)
             in_legend.add(index)
-            left += ranks
+            left += rank_count
         memory = format_bytes(best.memory_bytes[stage])
         text = (
             f"{counted(best.split[stage], 'layer')}, {memory}, gradients: {best.reductions[stage]}"
@@ -124,7 +124,9 @@ def step(result: SearchResult) -> Any:
         panels[f"{name}: {step_s:.4g} s"] = rows, step_s
     shape = result.best.shape
     chunks = f", {shape.virtual} chunks a stage" if shape.virtual > 1 else ""
-    label = f"seconds; {shape.micro_batches} micro-batches{chunks}; empty: waiting for others"
+    label = (
+        f"seconds; {counted(shape.micro_batches, 'micro-batch')}{chunks}; empty: waiting for others"
+    )
     if any(len(spans) > MANY for rows, _ in panels.values() for _, spans in rows):
         label += "; heights: shares of the time"
     return timeline(panels, label)

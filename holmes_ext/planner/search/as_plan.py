@@ -24,6 +24,7 @@ from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.search.stock import causes, stock_like
+from holmes_ext.words import counted
 
 
 def plan_of(result: SearchResult, candidate: Candidate, options: Options = Options()) -> Plan:
@@ -120,7 +121,7 @@ def layout_candidate(
     layers = result.model.layers
     if split and (len(split) != shape.pipeline or sum(split) != layers or min(split) < 1):
         given = ",".join(map(str, split))
-        needed = f"{shape.pipeline} numbers above 0 whose sum is {layers}"
+        needed = f"{counted(shape.pipeline, 'number')} above 0 whose sum is {layers}"
         raise HolmesError(f"layers of the stages {given}: they must be {needed}")
     if nodes:
         placement = result.network.placement(nodes, sizes)

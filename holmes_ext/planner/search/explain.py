@@ -16,7 +16,7 @@ from holmes_ext.planner.search.changed import what_if
 from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.search.simulated import timed
 from holmes_ext.planner.search.stock import CAUSES, causes, stock_like
-from holmes_ext.words import some_of
+from holmes_ext.words import counted, some_of
 
 #: A stage is thin if it has at most this share of the mean number of layers, or one layer.
 THIN_SHARE = 1 / 3
@@ -174,7 +174,7 @@ def _messages_reason(costs: StageCosts, layer_s: float, stage: int) -> Iterator[
     if round_trip_s > layer_s:
         yield (
             f"a micro-batch's activation and gradient take {round_trip_s:.3g} s between it and stage "
-            f"{longest.neighbour}, as long as {round_trip_s / layer_s:.0f} layers"
+            f"{longest.neighbour}, as long as {counted(round(round_trip_s / layer_s), 'layer')}"
         )
 
 

@@ -27,6 +27,7 @@ from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult
 from holmes_ext.planner.search.simulated import memory_of, passes, timed
 from holmes_ext.planner.search.space import CLUSTERS, Limits, shapes
 from holmes_ext.units import format_bytes
+from holmes_ext.words import counted
 
 #: Most candidates that are simulated, and most passes of all of them together.
 MAX_SIMULATED = 30
@@ -326,8 +327,9 @@ class Sketch:
         network = result.network
         gpus_of_nodes = " or ".join(map(str, sorted(set(network.widths))))
         job = (
-            f"{network.world} GPUs ({gpus_of_nodes} on a node), global batch "
-            f"{result.global_batch}, {result.model.heads} heads, {result.model.layers} layers"
+            f"{counted(network.world, 'GPU')} ({gpus_of_nodes} on a node), global batch "
+            f"{result.global_batch}, {counted(result.model.heads, 'head')}, "
+            f"{counted(result.model.layers, 'layer')}"
         )
         advice = "give a global batch that is a multiple of the data size, or other limits"
         return f"no parallel sizes are possible: {job}{_limits_text(result.limits)}; {advice}"

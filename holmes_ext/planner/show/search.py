@@ -280,9 +280,9 @@ def leave_out(
         job: What to train.
 
     Returns:
-        Lines to print, and a dictionary for --json. Parallel sizes that the user gave are for all
-        nodes. Then the output shows the plan of all nodes, and the lines also have the flags that
-        start the job on fewer nodes.
+        Lines to print, and the same advice as a dictionary for --json: the nodes to leave out and to keep,
+        both step times, the best plan on fewer nodes, and how each framework starts it. The lines give
+        flags only if the user has given parallel sizes. Those are for all nodes, so they must change.
     """
     nodes = [node.name for node in fewer.network.site.nodes]
     left_out = grouped(  # cluster -> names of its nodes

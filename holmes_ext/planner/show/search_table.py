@@ -26,6 +26,7 @@ from holmes_ext.planner.search.simulated import memory_of, step_without
 from holmes_ext.planner.search.stock import CAUSES, best_stock, causes, stock_like
 from holmes_ext.planner.show.start import show_launches, start_line
 from holmes_ext.units import format_bytes
+from holmes_ext.words import counted
 
 #: Columns of the table of plans. A column with a `drop` is left out on a narrow screen, the greatest first.
 COLUMNS = (
@@ -174,8 +175,8 @@ def _show_counts(screen: Screen, result: SearchResult) -> None:
     if gap:
         screen.line(f"best {gap.step_s:.4g} s, {gap}", "bold")
     screen.line(
-        f"{result.shapes} shapes, {len(result.candidates)} plans worked out, {result.pruned} left out "
-        f"by their bound, {result.misfits} too large, {result.seconds:.1f} s"
+        f"{counted(result.shapes, 'shape')}, {counted(len(result.candidates), 'plan')} worked out, "
+        f"{result.pruned} left out by their bound, {result.misfits} too large, {result.seconds:.1f} s"
     )
     measured = result.network.links.measured
     if measured:
@@ -225,9 +226,9 @@ def _show_table(screen: Screen, result: SearchResult, rows: Sequence[RankedPlan]
 
 def title(result: SearchResult) -> str:
     """Return the model, the GPUs and the global batch as a title."""
-    clusters = len(result.network.site.clusters)
-    site = f"{result.network.world} GPUs, {clusters} cluster{'s' * (clusters != 1)}"
-    return f"{result.model.name}: {site}, global batch {result.global_batch}"
+    gpus = counted(result.network.world, "GPU")
+    clusters = counted(len(result.network.site.clusters), "cluster")
+    return f"{result.model.name}: {gpus}, {clusters}, global batch {result.global_batch}"
 
 
 def row_cells(name: str, candidate: Candidate, result: SearchResult) -> tuple[str, ...]:

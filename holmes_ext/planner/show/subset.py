@@ -44,6 +44,7 @@ from holmes_ext.planner.search.space import Limits
 from holmes_ext.planner.search.subset import Counts, Priced, Subsets, best_subset
 from holmes_ext.planner.show.layout import asked_for, global_batch, limits_of
 from holmes_ext.units import format_seconds
+from holmes_ext.words import counted
 
 FORMS = ("sbatch", "hetjob", "hostfile", "kubernetes")  # output formats of --as
 #: Shares of the time limit, if the parallel sizes are free: for sizes on ideal nodes, and again for sizes on
@@ -229,10 +230,9 @@ def run(args: argparse.Namespace) -> int:
         )
     total = len(spec.cluster_by_node)
     if not 0 < args.nodes <= total:
-        idle = " that are idle" if args.idle else ""
-        raise HolmesError(
-            f"--nodes {args.nodes}: {spec.source} has {total} nodes{idle}; ask for 1 to {total}"
-        )
+        nodes = counted(total, "idle node" if args.idle else "node")
+        allowed = f"1 to {total}" if total > 1 else "1"
+        raise HolmesError(f"--nodes {args.nodes}: {spec.source} has {nodes}; ask for {allowed}")
     with lines_before_error(job.lines):
         available = _available_nodes(args, spec, job)
         # The search for subsets leaves time for the rest. If the sizes are free (several shapes), each

@@ -76,7 +76,7 @@ def let_threads_free_tensors() -> None:
     """Sleep until gloo's threads have had the time to free the tensors of the last operation.
 
     The threads need the GIL for that, which this thread does not hold while it sleeps. They have freed
-    everything when none of them runs, or waits for a CPU, in _CHECKS checks one after the other.
+    everything when none of them is busy in _CHECKS checks one after the other.
     """
     deadline = time.monotonic() + _RUNNING_S
     idle_checks = 0
@@ -86,14 +86,19 @@ def let_threads_free_tensors() -> None:
 
 
 def _has_running_gloo_thread() -> bool:
-    """Return whether a thread of gloo in this process runs or waits for a CPU, by its state in /proc."""
+    """Return whether a thread of gloo in this process is busy, by its state in /proc.
+
+    A busy thread runs or waits for a CPU (state R), or is in a short wait of the kernel, such as for a
+    page of memory (D). An idle one sleeps until an operation of gloo begins (S).
+    """
     for file in Path("/proc/self/task").glob("*/stat"):
         try:
             # "4711 (pt_gloo_runloop) S 1 ...": number, name, state
             name, _, values = file.read_text(errors="replace").partition(") ")
         except OSError:  # the thread has ended
             continue
-        if _GLOO_THREAD in name and values[:1] in ("R", "D"):
+        state = values[:1]
+        if _GLOO_THREAD in name and state in ("R", "D"):
             return True
     return False
 

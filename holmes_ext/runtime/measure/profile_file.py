@@ -24,7 +24,7 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.measure import probe
 from holmes_ext.runtime.measure.profiler import Label, Profiler
 from holmes_ext.runtime.start.store import append_entry, collect_entries, wait_for_value
-from holmes_ext.words import some_of, tell_user
+from holmes_ext.words import counted, some_of, tell_user
 
 #: Seconds that rank 0 waits for the reports of other ranks.
 _COLLECT_SECONDS = 120.0
@@ -149,7 +149,7 @@ def write(current: session.Session, reports: list[dict[str, Any]], path: str) ->
     """Write the profile of all ranks' reports into a file, and print a line about it."""
     profile = merge(current, reports)
     profile.save(path)
-    text = f"{path}: the profile of {profile.steps} steps, {profile.step_s:.4g} s each"
+    text = f"{path}: the profile of {counted(profile.steps, 'step')}, {profile.step_s:.4g} s each"
     if not current.options.profile_stops:
         text += f"; `holmes plan --profile {path} --partition balanced` uses it"
     tell_user(text)

@@ -52,7 +52,7 @@ from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.store import append_entry, collect_entries, wait_for_value
-from holmes_ext.words import some_of
+from holmes_ext.words import counted, some_of
 
 #: Makes the content of the verdict from the reports of all ranks (in rank order) and of all nodes.
 Decide = Callable[[list[dict[str, Any]], list[NodeReport]], dict[str, Any]]
@@ -492,9 +492,8 @@ def _nodes(reports: list[dict[str, Any]]) -> list[NodeReport]:
         count = len(members)
         local_ranks = sorted(member["local_rank"] for member in members)
         if local_ranks != list(range(count)):
-            raise HolmesError(
-                f"node {name!r}: its {count} processes have local ranks {local_ranks}, not 0 to {count - 1}"
-            )
+            problem = f"its {counted(count, 'process', 'have')} local ranks {local_ranks}"
+            raise HolmesError(f"node {name!r}: {problem}, not 0 to {count - 1}")
         leader = next(member for member in members if member["local_rank"] == 0)
         nodes.append(NodeReport.from_dict(leader["nics_of_node"], count))
     return nodes

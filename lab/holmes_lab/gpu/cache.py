@@ -1,4 +1,7 @@
-"""The folder in which the emulated GPU's libraries are built and kept."""
+"""The folder in which the emulated GPU's libraries are built and kept.
+
+These libraries are the emulated CUDA runtime, the operators of torch, and NCCL.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,23 @@ from pathlib import Path
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import why
 
+#: Environment variable that names another folder.
 VARIABLE = "HOLMES_GPU_CACHE"
 
 
 def cache_folder() -> Path:
-    """Return the folder of built components: $HOLMES_GPU_CACHE, or a folder in the user's cache."""
+    """Return the folder of the emulated GPU's built libraries.
+
+    It is $HOLMES_GPU_CACHE, or a folder in the user's cache.
+    """
     return Path(os.environ.get(VARIABLE) or Path(user_cache(), "holmes_ext", "gpu")).absolute()
 
 
 def user_cache() -> Path:
-    """Return the user's cache folder: $XDG_CACHE_HOME, ~/.cache, or for a user without home /tmp."""
+    """Return the user's cache folder: $XDG_CACHE_HOME, or ~/.cache.
+
+    If the user has no home folder, it is the folder for temporary files, such as /tmp.
+    """
     named = os.environ.get("XDG_CACHE_HOME")
     if named:
         return Path(named)
@@ -31,7 +41,7 @@ def user_cache() -> Path:
 
 
 def make_cache(cache: Path) -> None:
-    """Create the folder of built components.
+    """Create the folder of the emulated GPU's built libraries.
 
     Raises:
         HolmesError: the folder cannot be created.

@@ -170,7 +170,11 @@ def test_a_plan_for_the_nodes_of_an_allocation(toml, capsys):
         (("--nodes", "0", "--from-cluster", "FILE", *MODEL), "ask for 1 to 8"),
         (
             ("--nodes", "5", "--from-cluster", "FILE", "--idle", "a[0-3]", *MODEL),
-            "4 nodes that are idle",
+            "has 4 idle nodes; ask for 1 to 4",
+        ),
+        (
+            ("--nodes", "2", "--from-cluster", "FILE", "--idle", "a0", *MODEL),
+            "has 1 idle node; ask for 1",
         ),
         (("--nodes", "4", "--from-cluster", "FILE"), "nothing says what to train"),
         (

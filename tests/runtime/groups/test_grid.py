@@ -94,7 +94,7 @@ def test_what_spans_is_told_with_the_way_out_if_there_is_one():
     text = "2 data groups span clusters (on ethernet) and need not: start with --holmes-sizes pipeline=2"
     assert advice(session(**IN_TURN), pipelined) == text
     assert (
-        advice(session(**IN_TURN), Sizes(data=4)) == "1 data groups span clusters (on ethernet)"
+        advice(session(**IN_TURN), Sizes(data=4)) == "1 data group spans clusters (on ethernet)"
     )  # no order helps
     assert advice(session(pipelined), pipelined) == ""
     assert advice(session(pipelined, **IN_TURN), pipelined) == ""  # the start line says it
