@@ -42,7 +42,7 @@ _PORT = 29600
 _LOSS_OF_JOINED = {2: "as one job's within seed noise", 4: "0.16 to 0.22 nats behind one job's"}
 #: Advice from benchmarks/joined_losses.py.
 _MUON = "--holmes-outer algorithm=muon: small models learned more than in one job (docs/benchmarks/joined.md)"
-CHOICES = (Column("choice"), Column("tokens/s", right=True), Column("loss"))
+CHOICES = (Column("choice", wrap=20), Column("tokens/s", right=True), Column("loss", wrap=16))
 LEGEND = "exposed, slower: of each step; gain: tokens/s over those of the best plan of one job that crosses"
 #: Clusters that are needed for joined jobs.
 _LEAST_CLUSTERS = 2

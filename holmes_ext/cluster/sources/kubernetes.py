@@ -60,7 +60,7 @@ FABRICS = (
     ),
     FabricLabel(
         "network.topology.nvidia.com/datacenter",
-        "NVIDIA/topograph v0.1.0 docs/engines/k8s.md: block, spine, datacenter",
+        "NVIDIA/topograph docs/engines/k8s.md: block, spine, datacenter",
     ),
     FabricLabel(
         "network.topology.nvidia.com/spine", "NVIDIA/topograph: the top where there is no core"

@@ -1,7 +1,6 @@
 """Output of a search by `holmes plan`: table of plans, seconds by cause, commands to start, and JSON.
 
-A plan has a step time by simulation (if it was simulated) and one by the closed form, a formula that is
-quicker but less exact. The output shows the simulated time if available, and the closed form's beside it.
+A plan has a step time by the closed form (a quick formula) and, if it was simulated, a more exact one.
 """
 
 from __future__ import annotations
