@@ -170,16 +170,19 @@ class _NodeSets:
     def cluster_sets(self) -> Iterator[Counts]:
         """Yield sets of whole clusters: the number of nodes of each cluster, or 0.
 
-        Of few clusters, they are all subsets. Of many, they are those that fast links connect: for
-        each rate of a link, the connected components of the graph of all links that are at least as
-        fast.
+        With few clusters, all their subsets are yielded, also the empty one, which examine() skips.
+
+        With more than MAX_ALL_SETS clusters, a set is yielded if fast links connect it. For each
+        rate that a link has, slower links are ignored; the clusters that the other links connect
+        are a set. Example: a, b and c, with 100 Gbit/s between a and b, and 10 Gbit/s to c ->
+        {a, b}, {c}, {a, b, c}.
         """
         clusters = range(len(self.counts))
         if len(clusters) <= MAX_ALL_SETS:
             yield from product(*((0, count) for count in self.counts))
             return
         names = [cluster.name for cluster in self.spec.clusters]
-        network = self.best.network
+        network = self.best.network  # of the best set so far: at first, of all nodes
         # The network numbers the clusters in an order of its own: its number -> index in `counts`.
         index_of = [
             names.index(network.cluster(number)) for number in range(len(network.node_types))
@@ -248,19 +251,25 @@ class _NodeSets:
     def _searched_briefly(self, counts: Counts) -> SearchResult | None:
         """Search for the best plan on a set of nodes, without proof that no other plan is faster.
 
+        The search (first_look) ranks shapes by a formula for the step time, and simulates the fastest
+        plans. A shape is parallel sizes and further settings. Then with_spread() adds plans in which
+        a stage has nodes of several clusters, where these are faster.
+
         Args:
             counts: Number of nodes of each cluster.
 
         Returns:
-            None if no plan fits, or none can be faster than the best plan on the best set so far.
+            None if no plan fits, if none can be faster than the best plan on the best set so far, or
+            if the time is over.
         """
         names: set[str] = set()
         for cluster, count in zip(self.spec.clusters, counts):
             names.update(cluster.nodes[:count])
         spec = self.spec.only(names)
-        request = self.best.on(Network(site_from_spec(spec), Links.of_spec(spec)))
-        best_plan = self.best.best  # on the best set so far
-        best_s = best_plan.step_s
+        best_result = self.best  # of the search on the best set so far
+        # The same job on the nodes of this set.
+        request = best_result.on(Network(site_from_spec(spec), Links.of_spec(spec)))
+        best_s = best_result.best.step_s  # of the fastest plan in it
         promising = []  # shapes whose lower bound is below the best step
         for shape in shapes(request.network, request.model, request.global_batch, request.limits):
             if time.monotonic() > self.end:  # too late for a search of the shapes
@@ -273,7 +282,8 @@ class _NodeSets:
         seconds = FIRST_LOOK_SHARE * max(0.0, self.end - time.monotonic())
         try:
             # rows: number of shapes that the caller's table shows, so as many are searched at least
-            return with_spread(first_look(request, seconds, self.rows, promising))
+            result = first_look(request, seconds, rows=self.rows, only=promising)
+            return with_spread(result)
         except HolmesError:  # no plan fits the memory
             return None
 

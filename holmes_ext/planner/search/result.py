@@ -339,14 +339,19 @@ class SearchResult:
         return stock, stock.candidate(shape, placement, layers)
 
     def with_known(self, candidate: Candidate) -> SearchResult:
-        """Return the result with a candidate first that the search did not find, if it is faster.
+        """Return the result with a plan from outside the search added, if it is the fastest.
 
-        An example is the user's own layout, of which nothing slower may be called the best plan. It
-        may lie outside the search space, for example with a micro-batch of 3. The result is
-        unchanged unless the candidate was simulated and fits the memory.
+        An example is the user's own layout. The search may not have tried it, for example because
+        of its micro-batch of 3. Yet no slower plan may be called the best.
+
+        The result is unchanged unless the plan was simulated and fits the memory. It also is
+        unchanged if no plan of the search was simulated (`optimality_gap` is None): simulated and
+        estimated steps are not compared.
         """
-        is_faster = candidate.simulated_s and candidate.fits and candidate.step_s < self.best.step_s
-        if not is_faster or self.optimality_gap is None:
+        is_usable = candidate.simulated_s and candidate.fits
+        if not is_usable or self.optimality_gap is None:
+            return self
+        if candidate.step_s >= self.best.step_s:
             return self
         # A copy: callers tell by identity whether the best plan is the user's layout.
         return self.ranked([replace(candidate), *self.candidates], self.optimality_gap.bound_s)
@@ -364,9 +369,12 @@ class SearchResult:
         )
 
     def on(self, network: Network, model: Model | None = None) -> SearchResult:
-        """Return the request of this result for another network or model: a copy without plans.
+        """Return a request to search for the same job on another network, or for another model.
 
-        A SearchResult without plans (candidates) is the request of a search; search() fills it.
+        A SearchResult without plans (candidates) is the request of a search. search() fills it in.
+        So the request is a copy of this result with the same batch, limits and settings. All that
+        belongs to one network or model is reset: plans, lower bounds (`ideals`), the user's layout,
+        and the plans on all nodes (`on_all`).
 
         Args:
             network: Network of the new request.

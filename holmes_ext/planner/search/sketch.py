@@ -124,11 +124,21 @@ class Sketch:
         A shape is the parallel sizes, micro-batch, recomputation and ZeRO stage. The closed form is
         a formula for the step time, much faster than a simulation.
 
+        1. Compute a lower bound on the step time of each shape.
+        2. Rank the shapes with the least bounds by the closed form.
+        3. Simulate the fastest plans.
+
+        If the user gave a layout of the job and it is faster than these, it comes first.
+
         Args:
             seconds: Time limit of the closed form, for all shapes together.
             progress: Called from time to time.
             simulate: Simulate steps; otherwise return the ranking by the closed form.
             simulation_end: Moment of time.monotonic() at which plans and the output must be simulated.
+
+        Returns:
+            The plans, the fastest first. Steps 1 and 2 fill in the request itself (self.result);
+            simulated plans are in a copy of it.
 
         Raises:
             HolmesError: No parallel sizes are possible, or no plan fits the memory.
@@ -157,11 +167,14 @@ class Sketch:
         return result
 
     def _bound_shapes(self, end: float) -> None:
-        """Compute the lower bound on the step time of every shape (parallel sizes), and keep it.
+        """Compute a lower bound on the step time of every shape, and keep it in `result.ideals`.
 
-        Shapes whose layers fit no memory are only counted. If the time ends, the shapes that are
-        left are not examined; the time of the computation alone is the lower bound of all of them.
-        MIN_RANKED shapes are examined even then, as far as that takes FLOOR_S seconds.
+        A shape is the parallel sizes and further settings. Shapes whose layers fit no memory are
+        only counted.
+
+        If the time ends first, the remaining shapes get no bound of their own and are counted as
+        `result.skipped`. No plan of theirs is faster than computing alone (`result.unbounded_s`).
+        But MIN_RANKED shapes are examined in any case, unless they take longer than FLOOR_S seconds.
 
         Args:
             end: Moment of time.monotonic() at which to stop.
@@ -184,21 +197,25 @@ class Sketch:
             bounds_s[shape] = ShapeBound(result.network, result.prices(shape), shape).seconds
             fitting += bounds_s[shape] < inf
         for shape in listed:  # in this order, whatever the stride
-            ideal_s = bounds_s.get(shape)
-            if ideal_s is None:
+            bound_s = bounds_s.get(shape)
+            if bound_s is None:  # the time ended before
                 continue
-            if ideal_s < inf:
-                result.ideals[shape] = ideal_s
+            if bound_s < inf:
+                result.ideals[shape] = bound_s
             else:  # inf: the layers fit no memory
                 self._count_misfit(shape)
 
     def _rank_shapes(self, end: float, progress: Progress | None) -> None:
         """Add the best plan of each shape to the candidates, by the closed form, until `end`.
 
-        A shape is the parallel sizes and further settings. MIN_RANKED shapes are examined even if
-        the time is over, as far as that takes FLOOR_S seconds. With a WAN, also stop after PATIENCE
-        shapes without a better plan. Shapes that cannot be faster than the best plan are left out,
-        once there are candidates for all rows of the table.
+        A shape is the parallel sizes and further settings. Shapes with the least lower bounds come
+        first. Three rules limit the work:
+
+            slow shapes     skipped if their lower bound exceeds the best step, once there are
+                            `self.rows` candidates: as many as the user's table has rows
+            end of time     but MIN_RANKED shapes are examined in any case, unless they take longer
+                            than FLOOR_S seconds. Shapes that are left are counted (result.skipped)
+            patience        only with a WAN: stop after PATIENCE shapes without a better plan
 
         Args:
             end: Moment of time.monotonic() at which to stop.
@@ -239,16 +256,20 @@ class Sketch:
         """Return the shapes in the order in which to examine them: by lower bound, the least first.
 
         A shape is the parallel sizes and further settings. With more than MANY_SHAPES the time may
-        end before all are examined. So for each pipeline size the 1F1B shape with the least bound
-        comes first: then each size gets a plan. Interleaved shapes and single stages have only one
-        split of their layers, so for them the order by bound is enough.
+        end before all are examined. So for each pipeline size the shape with the least bound comes
+        first: then each size gets a plan.
+
+        Two sorts of shapes do not come first: those without a pipeline (size 1), and those with an
+        interleaved schedule (several chunks of layers on each stage). The search does not choose
+        how to split their layers over the stages, so there is less to gain from an early plan.
         """
-        ideals = self.result.ideals
-        ordered = sorted(ideals, key=ideals.__getitem__)
+        bounds_s = self.result.ideals
+        ordered = sorted(bounds_s, key=bounds_s.__getitem__)
         best_of_depth: dict[int, Shape] = {}  # pipeline size -> shape with the least bound
         if len(ordered) > MANY_SHAPES:
             for shape in ordered:
-                if shape.virtual == 1 and shape.pipeline > 1:
+                is_interleaved = shape.virtual > 1  # chunks of layers on each stage
+                if shape.pipeline > 1 and not is_interleaved:
                     best_of_depth.setdefault(shape.pipeline, shape)
         return list(dict.fromkeys((*best_of_depth.values(), *ordered)))  # each once
 
@@ -365,7 +386,10 @@ def _usable_layout(result: SearchResult) -> Candidate | None:
 
     The layout is simulated before the search, so that no plan worse than it is called the best,
     however short the time is. It may have a shape that the search does not try, such as a
-    micro-batch of 3. But it must fit the memory, and a limit that the user gives counts more.
+    micro-batch of 3. It must fit the memory.
+
+    The user may also have given limits on the plans, such as tensor=1,2. A layout outside these
+    limits (here with tensor 4) is not used.
     """
     layout = result.user_layout
     if layout is None or not layout.simulated_s or not layout.fits:
@@ -385,8 +409,13 @@ def simulate_first(
 ) -> SearchResult:
     """Simulate the fastest candidates, and return the result with these first.
 
-    The budget of all simulations together is MAX_PASSES passes. The optimality gap is computed from
-    the lower bounds of the shapes.
+    The budget of all simulations together is MAX_PASSES passes. Candidates over the budget, and those
+    that are too slow by the closed form (a formula for the step time), are not simulated.
+
+    The user's own layout is simulated too, if it was not yet: the output compares it with the plans.
+
+    The result gets an optimality gap: how much faster than the best simulated step another plan
+    could be. It is computed from the least of the shapes' lower bounds.
 
     Args:
         result: Candidates ranked by the closed form.
@@ -403,8 +432,8 @@ def simulate_first(
     simulated: list[Candidate] = []
     others: list[Candidate] = []
     for number, candidate in enumerate(result.candidates):
-        # The closed form seldom exceeds the simulated step, so a candidate above the limit is not
-        # faster. Nor are the following ones.
+        # The simulated step is seldom shorter than the closed form. So a candidate whose closed form
+        # is above the limit is not faster than the best one. Nor are the following ones.
         limit_s = best_s if len(simulated) >= rows else FAR * best_s
         now = time.monotonic()
         is_over = bool(simulated) and now + RESERVED_SIMULATIONS * longest_s > end
@@ -428,8 +457,10 @@ def simulate_first(
     layout = result.user_layout
     if layout is not None and not layout.simulated_s:
         result = replace(result, user_layout=timed(result, layout))
-    bound_s = min(result.ideals.values(), default=0.0)
-    return result.ranked([*simulated, *others], min(bound_s, result.unbounded_s))
+    # ideals: lower bounds of the examined shapes; unbounded_s: that of all others
+    examined_bound_s = min(result.ideals.values(), default=0.0)
+    bound_s = min(examined_bound_s, result.unbounded_s)
+    return result.ranked([*simulated, *others], bound_s)
 
 
 def _limits_text(limits: Limits) -> str:
