@@ -62,13 +62,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class TimedSetting:
-    """Rounds by time: --holmes-outer every=SECONDSs, with the simulated samples/s of all jobs.
+    """Schedule of exchanges by time instead of by inner steps, with its simulated throughput.
 
-    Each job takes as many inner steps between two rounds as it can, so a fast job does not wait for
-    a slow one.
+    Jobs that train one model exchange pseudo-gradients in rounds, one fragment of the model in each
+    round. `--holmes-outer every=60s` (an option of the training command) exchanges each fragment
+    once in 60 seconds: with 4 fragments there is a round every 15 seconds. In these 15 seconds, each
+    job takes as many inner steps as it can. So a fast job does not wait for a slow one.
     """
 
-    seconds: int  # in which all fragments are exchanged once
+    seconds: int  # of `every`: from one exchange of a fragment to its next one
     steps: tuple[int, ...]  # inner steps of each job from one round to the next
     round_s: float  # from the pseudo-gradient to its aggregate
     samples_per_s: float  # of all jobs
@@ -253,29 +255,36 @@ class RoundForecasts:
     def by_time(self) -> TimedSetting:
         """Return the forecast for rounds by time instead of by inner steps (every=60s).
 
-        The slowest job exchanges each fragment about as often as with the default. The other values
-        of --holmes-outer are the defaults.
+        `every` is chosen in such a way that the slowest job exchanges each fragment about as often
+        as with the default. The other values of --holmes-outer are the defaults.
+
+        A period begins when a round has ended, and ends when the next round has. The exchange of
+        pseudo-gradients, which takes `round_s`, is only a part of it. So throughput is the samples
+        of all jobs in a period, divided by `period_s`.
         """
-        _, fragments, delay = DEFAULT
+        fragments = DEFAULT.fragments
+        delay = DEFAULT.delay
         seconds = ceil(DEFAULT.every * self.step_s)
-        steps = []
+        steps = []  # of each job in a period
         for job in self.jobs:
             steps_in_period = round(seconds / fragments / job.step_s)
             # A fragment's aggregate is applied `delay` steps after sending, before the next is sent.
             steps.append(max(delay + 1, steps_in_period))
+        # Of these steps, the last `delay` run during a round, and the others without one.
+        steps_without_round = [count - delay for count in steps]
         times = simulate_round(
             self.site,
             self.jobs,
             bits=_bits(self.parameters, fragments, self.compress),
-            alone=[count - delay for count in steps],
+            alone=steps_without_round,
             delay=delay,
         )
-        samples = sum(count * job.samples for count, job in zip(steps, self.jobs))
+        samples_in_period = sum(count * job.samples for count, job in zip(steps, self.jobs))
         return TimedSetting(
             seconds=seconds,
             steps=tuple(steps),
             round_s=times.round_s,
-            samples_per_s=samples / times.period_s,
+            samples_per_s=samples_in_period / times.period_s,
         )
 
     def _per_step(self, seconds: float, period: int) -> float:
@@ -385,15 +394,18 @@ def settings(rounds: RoundForecasts) -> list[Setting]:
 
 
 def over_every(rounds: RoundForecasts) -> dict[str, list[Setting]]:
-    """Return forecasts for growing values of `every`, as three series for a picture.
+    """Return simulated throughput for growing values of `every`, as three series for a picture.
 
-    `every` is the number of inner steps from one exchange of a fragment to its next one, and
-    `delay` the number from sending a pseudo-gradient to applying the aggregate. A larger `every`
-    gives time for a longer delay, or for more fragments. In the series, it is used for:
+    Joined jobs train one model and exchange pseudo-gradients in rounds, one fragment of the model
+    in each round. `every` is the number of inner steps from one exchange of a fragment to its next
+    one. `delay` is the number from sending a pseudo-gradient to applying the aggregate. A larger
+    `every` leaves time for a longer delay or for more fragments:
 
-    1. the longest possible delay, with the default number of fragments
-    2. nothing: default number of fragments, default delay
-    3. the most fragments, with the default delay
+        series 1    default number of fragments    the longest delay that `every` allows
+        series 2    default number of fragments    default delay
+        series 3    the most that `every` allows   default delay
+
+    In each series, `every` grows up to twice the largest value in settings().
 
     Returns:
         Name of the series, in the form of --holmes-outer -> forecasts in order of `every`.
@@ -403,7 +415,8 @@ def over_every(rounds: RoundForecasts) -> dict[str, list[Setting]]:
     powers_of_two = {2**power for power in range(most_every.bit_length())}
     # A period (inner steps between two rounds) must be longer than the delay, so the shortest is delay + 1.
     shortest_period = DELAY + 1
-    # Besides powers of two, the values from which on training never waits for a round.
+    # Besides powers of two, the values from which on training never waits for a round. In series 1
+    # that is the least delay without waiting, which needs a period of one step more.
     without_waiting = rounds.with_least_delay(fragments)
     periods = powers_of_two | {shortest_period, without_waiting.delay + 1}
     fragment_counts = set(powers_of_two)

@@ -24,14 +24,20 @@ LEAST_SECONDS = 1.0
 
 
 class PricedJobs(NamedTuple):
-    """One job in each cluster with its predicted step time, and the searches that the time ended."""
+    """Predicted step times of several jobs, one in each cluster.
+
+    The step time of a job is that of its best plan, which a search with a time limit finds.
+    """
 
     jobs: list[JoinedJob]
-    unfinished: list[str]  # clusters whose search did not examine all parallel sizes
+    #: Clusters whose search reached its time limit before all parallel sizes were examined.
+    unfinished: list[str]
 
 
 def price_jobs(spanning: SearchResult, batches: Mapping[str, int], seconds: float) -> PricedJobs:
-    """Search for the best plan of a job on each cluster alone.
+    """Predict the step time of a job on each cluster alone: that of the best plan a search finds.
+
+    Equal jobs, on clusters with equal nodes, networks and batches, share one search.
 
     Args:
         spanning: The search for one job that spans the clusters; the jobs train the same model.
@@ -41,36 +47,50 @@ def price_jobs(spanning: SearchResult, batches: Mapping[str, int], seconds: floa
     Raises:
         HolmesError: No plan of a job fits its cluster.
     """
-    prices: dict[Hashable, _Price] = {}  # properties of a job -> its price
+    predictions: dict[Hashable, _StepPrediction] = {}  # by the properties of a job
     jobs = []
     unfinished = []
     for cluster, samples in batches.items():
         request = _request(spanning, cluster, samples)
-        key = _properties(request, cluster)
-        if key not in prices:
+        key = _step_time_key(request, cluster)
+        if key not in predictions:
             try:
-                prices[key] = _price(request, max(LEAST_SECONDS, seconds))
+                predictions[key] = _predict_step(request, max(LEAST_SECONDS, seconds))
             except HolmesError as error:
                 raise HolmesError(f"--joined: a job on cluster {cluster} alone: {error}") from None
-        price = prices[key]
-        if price.is_unfinished:
+        prediction = predictions[key]
+        if prediction.is_unfinished:
             unfinished.append(cluster)
-        jobs.append(JoinedJob(cluster, samples, price.step_s, price.ethernet_s))
+        jobs.append(JoinedJob(cluster, samples, prediction.step_s, prediction.ethernet_s))
     return PricedJobs(jobs, unfinished)
 
 
-class _Price(NamedTuple):
-    """Step time of the best plan that was found for a job."""
+class _StepPrediction(NamedTuple):
+    """Step time of the best plan that a search has found for a job."""
 
     step_s: float
-    ethernet_s: float  # seconds of it that depend on Ethernet's rate, which the rounds reduce
+    #: Part of the step, in seconds, that is longer on a slower Ethernet. The exchanges between the
+    #: jobs use the same Ethernet.
+    ethernet_s: float
     is_unfinished: bool  # the time was over before all parallel sizes were examined
 
 
-def _price(request: SearchResult, seconds: float) -> _Price:
-    """Search for the best plan of a job; a forecast needs a good plan, but no proof."""
+def _predict_step(request: SearchResult, seconds: float) -> _StepPrediction:
+    """Search for a good plan of a job, and return its predicted step time.
+
+    A forecast does not need the proof that no other plan is faster. So only the first look is
+    taken: it ranks the parallel sizes by a formula for the step time, and simulates the fastest.
+
+    Args:
+        request: The job: a SearchResult without plans.
+        seconds: Time limit of the ranking.
+    """
     result = first_look(request, seconds)
-    return _Price(result.best.step_s, ethernet_s(result, result.best), result.is_unfinished)
+    return _StepPrediction(
+        step_s=result.best.step_s,
+        ethernet_s=ethernet_s(result, result.best),
+        is_unfinished=result.is_unfinished,
+    )
 
 
 def _request(spanning: SearchResult, cluster: str, samples: int) -> SearchResult:
@@ -81,19 +101,20 @@ def _request(spanning: SearchResult, cluster: str, samples: int) -> SearchResult
     return replace(request, global_batch=samples)
 
 
-def _properties(request: SearchResult, cluster: str) -> Hashable:
-    """Return what the step time of a job on one cluster depends on: equal for equal jobs.
+def _step_time_key(request: SearchResult, cluster: str) -> Hashable:
+    """Return a key that is equal for two jobs if the same search predicts their step times.
 
-    These are the samples of a step, the GPU, and the processes and networks of every node. A
-    network counts by kind, rate and latency; one that was measured is equal only to itself.
+    The key contains the samples of a step, the GPU, and the processes and networks of every node.
+    The model is not in it, because all jobs of a forecast train the same one.
     """
     network = request.network
-    fabrics: dict[str, Hashable] = {}
+    fabrics: dict[str, Hashable] = {}  # name of a network -> its part of the key
     for fabric in network.site.fabrics:
-        is_measured = fabric.name in network.links.measured
-        fabrics[fabric.name] = (
-            fabric.name if is_measured else (fabric.kind, fabric.rate_bps, fabric.latency_s)
-        )
+        if fabric.name in network.links.measured:
+            # Measured rates belong to this network alone: no other one is equal to it.
+            fabrics[fabric.name] = fabric.name
+        else:
+            fabrics[fabric.name] = (fabric.kind, fabric.rate_bps, fabric.latency_s)
     nodes = []
     for node in network.site.nodes:
         nodes.append((node.processes, tuple(fabrics[name] for name in node.fabrics)))

@@ -93,20 +93,28 @@ class JoinedForecast:
     def document(self) -> dict[str, Any]:
         """Return the predicted throughput as a JSON document.
 
+        Joined jobs, one in each cluster, train one model together. The alternative is one job whose
+        traffic crosses the links between the clusters.
+
         Returns:
-            "jobs": samples and step time of each joined job. "settings": round time and tokens/s
-            for each combination of --holmes-outer. "crossing": tokens/s of one job that spans the
-            clusters. "choices": these ways to train, compared. "unfinished": searches that the time
-            ended.
+            A dictionary with these keys:
+
+                "jobs"          samples and step time of each joined job
+                "settings"      duration of an exchange between the jobs, and tokens/s of all jobs,
+                                for each combination of values of --holmes-outer
+                "crossing"      tokens/s of one job that spans the clusters
+                "choices"       these ways to train, compared
+                "unfinished"    names of the jobs whose search reached its time limit
         """
         settings = []
         for setting in self.settings:
+            # self.tokens: of one sample (a sequence)
             tokens_per_second = setting.samples_per_s * self.tokens
             settings.append({**asdict(setting), "tokens_per_second": tokens_per_second})
         return {
             "jobs": [asdict(job) for job in self.rounds.jobs],
             "settings": settings,
-            "crossing": self.spanning_job_tokens_per_s,  # one job that spans the clusters
+            "crossing": self.spanning_job_tokens_per_s,
             "choices": [choice._asdict() for choice in self.choices()],
             "unfinished": self.unfinished_searches(),
         }
@@ -155,9 +163,15 @@ class JoinedForecast:
     def choices(self) -> list[Choice]:
         """Return ways to train: one job on a cluster, one job across all clusters, joined jobs.
 
-        The loss of one job depends on its batch only, not on the hardware: it is shown as "of its
-        batch". The loss of joined jobs was measured for some numbers of jobs; with other numbers
-        they are no choice.
+        Each has a text on the expected loss. The loss of one job depends on its batch only, not on
+        the hardware. So the text is "of its batch": the loss that a batch of this size gives.
+
+        Joined jobs appear in two ways:
+
+        - With equal steps in all jobs, only if their loss was measured for this number of jobs
+          (_LOSS_OF_JOINED).
+        - If the jobs differ in speed, in faster variants (_unequal_choices). No benchmark has
+          measured the loss of these, and their text says so.
         """
         jobs = self.rounds.jobs
         fastest = max(jobs, key=lambda job: job.samples / job.step_s)
@@ -184,19 +198,30 @@ class JoinedForecast:
 
     @property
     def _default_samples_per_s(self) -> float:
-        """Samples/s of all joined jobs with the defaults of --holmes-outer."""
+        """Samples/s of all joined jobs (one in each cluster, training one model together).
+
+        It holds for the default schedule of exchanges between the jobs, which the training option
+        --holmes-outer changes.
+        """
         return self.rounds.forecast(*joined.DEFAULT).samples_per_s
 
     def _joined(self, name: str, samples_per_s: float, loss: str, more_flags: str = "") -> Choice:
-        """Return a way to train with joined jobs.
+        """Return a way to train with joined jobs: its throughput, loss and command-line flags.
+
+        The flags are those of the first job; each other job has its own cluster's name in them.
 
         Args:
+            name: Name of this way to train, as the user sees it.
+            samples_per_s: Of all jobs together.
+            loss: How the loss compares with that of one job, in words.
             more_flags: Flags besides those that all joined jobs need.
         """
-        flags = f"--holmes --holmes-join {self.rounds.jobs[0].cluster}@HOST:{_PORT}"
+        first_cluster = self.rounds.jobs[0].cluster
+        # The user replaces HOST by the machine where `holmes join serve` coordinates the jobs.
+        flags = f"--holmes --holmes-join {first_cluster}@HOST:{_PORT}"
         return Choice(
             name=name,
-            tokens_per_second=self.tokens * samples_per_s,
+            tokens_per_second=self.tokens * samples_per_s,  # tokens: of a sample
             loss=loss,
             flags=f"{flags} {more_flags}".strip(),
             is_unfinished=bool(self.unfinished),
@@ -205,13 +230,20 @@ class JoinedForecast:
     def _unequal_choices(self) -> list[Choice]:
         """Return ways to train with joined jobs of different speed, without waiting for the slowest.
 
-            rounds by time      every=60s: each job takes as many inner steps as it can in that time
-            batches by speed    a step takes equally long in each job
+        Joined jobs, one in each cluster, train one model and exchange pseudo-gradients in rounds.
+        By default, a round follows the same number of inner steps in each job, and the batches are
+        in proportion to the number of ranks. Then the faster jobs wait for the slowest. There are
+        two ways out:
 
-        Only those are returned that train more tokens/s than joined jobs with the defaults, by the
-        factor WORTH.
+            rounds by time      a round follows a time, such as 15 s. Each job takes as many inner
+                                steps as it can in that time
+            batches by speed    a faster job has a larger batch, so that a step takes equally long
+                                in each job
+
+        A way is returned only if it trains more than WORTH (1.02) times as many tokens/s as the
+        default.
         """
-        if self.by_speed is None:
+        if self.by_speed is None:  # the jobs are equally fast
             return []
         by_time = self.rounds.by_time()
         batches = ", ".join(f"{job.cluster} {job.samples}" for job in self.by_speed.jobs)
@@ -228,21 +260,31 @@ class JoinedForecast:
                 loss=NOT_MEASURED,
             ),
         ]
-        least = WORTH * self.tokens * self._default_samples_per_s
-        return [choice for choice in choices if choice.tokens_per_second > least]
+        default_tokens_per_s = self.tokens * self._default_samples_per_s
+        return [
+            choice for choice in choices if choice.tokens_per_second > WORTH * default_tokens_per_s
+        ]
 
     def unfinished_searches(self) -> list[str]:
-        """Return the jobs whose search was over before all parallel sizes were examined, in words."""
+        """Return the jobs whose search was over before all parallel sizes were examined.
+
+        They may be jobs on one cluster and the job that spans all clusters.
+
+        Returns:
+            Names as in the table of choices: ["one job on a alone", "one job across"].
+        """
         searches = [f"one job on {cluster} alone" for cluster in self.unfinished]
         if self.is_spanning_job_unfinished:
             searches.append(ONE_JOB_ACROSS)
         return searches
 
     def advice(self) -> list[str]:
-        """Return lines that name the choice with most tokens/s, and how to start it.
+        """Return lines that recommend a way to train, and show the flags to start it.
 
-        Nothing is recommended if a search is unfinished. A choice whose loss was not measured is
-        named after the others, if it has more tokens/s than them.
+        The ways are one job on one cluster, one job across all clusters, and joined jobs
+        (choices()). Recommended is the one with most tokens/s among those whose expected loss is
+        known. A way with more tokens/s, but a loss that no benchmark has measured, is mentioned
+        before it. Nothing is recommended if a search is unfinished.
         """
         unfinished = self.unfinished_searches()
         if unfinished:
@@ -261,12 +303,13 @@ class JoinedForecast:
                     "command, with its own cluster's name:"
                 )
                 lines.append(f"  {choice.flags}")
-        if "--holmes-join" not in best.flags:
+        if "--holmes-join" not in best.flags:  # one job, which is started as always
             return [*lines, f"most tokens/s: {best.name}; add to the command:", f"  {best.flags}"]
         serve = (
             "`holmes join serve` on HOST, which all reach; add to each job's command, with its own "
             "cluster's name"
         )
+        # _MUON: a hint for joined jobs, that another optimizer may give a lower loss.
         return [*lines, _MUON, f"most tokens/s: {best.name}; {serve}:", f"  {best.flags}"]
 
     def choice_rows(self) -> list[list[str]]:
@@ -290,7 +333,15 @@ class JoinedForecast:
         )
 
     def show(self) -> None:
-        """Print the choice and how to start it, then the forecast on which it rests."""
+        """Print joined jobs as an alternative to one job that spans the clusters.
+
+        The output comes after the plan of that one job. It has these parts:
+
+        1. the ways to train with their tokens/s and loss, and the recommended one
+        2. the predicted step time of each joined job
+        3. a table of schedules for the exchanges between the jobs, with a legend
+        4. a sentence: how many inner steps between exchanges hide the exchanges completely
+        """
         screen = Screen()
         screen.line("joined jobs instead (docs/joined.md), one in each cluster:", "bold")
         screen.table(CHOICES, self.choice_rows())
@@ -302,7 +353,12 @@ class JoinedForecast:
         screen.line(self.least_every_sentence())
 
     def page_parts(self) -> list[str]:
-        """Return the section of the HTML page about joined jobs, as HTML fragments."""
+        """Return the section of the HTML page about joined jobs, as HTML fragments.
+
+        It follows the plan of one job that spans the clusters, and has the same parts as the text of
+        show(). In addition, a picture draws tokens/s against `every`: inner steps from one exchange
+        of a part of the model to its next one.
+        """
         return [
             heading("Joined jobs in its place, one in each cluster"),
             table([column.name for column in CHOICES], self.choice_rows()),
@@ -334,9 +390,14 @@ def wanted(args: argparse.Namespace) -> bool:
 def beside(result: SearchResult, seconds: float) -> JoinedForecast:
     """Return the forecast for joined jobs, one in each cluster, to show beside the plan of one job.
 
-    For each cluster the best plan of a job on this cluster alone is searched, with its share of the
-    batch. The rounds between these jobs are simulated on the network with measured rates, if there
-    are any. If the jobs' step times differ, batches in proportion to their speeds are tried, too.
+    Joined jobs train one model together: each takes steps by itself, and now and then (in a round)
+    they exchange how far their weights have moved.
+
+    1. For each cluster, search for the best plan of a job on this cluster alone, with its share of
+       the batch.
+    2. Simulate the rounds between these jobs, on the network with measured rates if there are any.
+    3. If the slowest job's step takes more than UNEQUAL (1.05) times as long as the fastest one's,
+       also try batches in proportion to the jobs' speeds.
 
     Args:
         result: The search for the best plan of one job that spans the clusters.

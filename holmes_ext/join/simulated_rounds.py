@@ -51,9 +51,9 @@ class RoundSeconds:
     round_s: float  # from the last job's pseudo-gradient to the aggregate in all jobs
     waited_s: float  # for which the job that waits least waits
     longer_s: float  # by which its inner steps between two rounds take longer than without rounds
-    period_s: (
-        float  # from the end of a round to the end of the next one, in the job that takes longest
-    )
+    #: From the end of a round to the end of the next one, in the job that takes longest: the inner
+    #: steps without a round, then those during it, then the wait for its end.
+    period_s: float
 
 
 def simulate_round(
@@ -65,6 +65,9 @@ def simulate_round(
     pseudo-gradient and takes `delay` inner steps that share the network with the round. Then it
     waits for the aggregate.
 
+    Two rounds (_ROUNDS) are simulated, and the times are those of the second one. All jobs begin the
+    simulation together, so the first one is not typical.
+
     Args:
         site: The clusters, and the links between them.
         joined: The jobs.
@@ -73,56 +76,88 @@ def simulate_round(
             jobs, or one for each job.
         delay: Inner steps that a job takes while a round runs, before it waits for the aggregate.
     """
-    alone_of = [alone] * len(joined) if isinstance(alone, int) else alone
-    times = _simulated_times(site, joined, bits, alone_of, delay)
+    steps_without_round = [alone] * len(joined) if isinstance(alone, int) else alone
+    times = _simulated_times(site, joined, bits, steps_without_round, delay)
     jobs = range(len(joined))
     first_round, measured_round = _ROUNDS
     # When training needs the aggregate, and when the aggregate arrives, in the measured round.
-    needed_s = [times.of("needed", job, measured_round) for job in jobs]
-    arrived_s = [times.of("arrived", job, measured_round) for job in jobs]
+    needed_s = [times.of_event("needed", job, measured_round) for job in jobs]
+    arrived_s = [times.of_event("arrived", job, measured_round) for job in jobs]
     waited_s = [max(0.0, arrived_s[job] - needed_s[job]) for job in jobs]
-    # The job that waits least is the one for which the others wait.
+    # The job that waits least is the one for which the others wait. If several wait equally long,
+    # for example not at all, it is the one with the longest step.
     slowest = min(jobs, key=lambda job: (waited_s[job], -joined[job].step_s))
-    steps_s = needed_s[slowest] - times.end(slowest, first_round)
-    steps_alone_s = (alone_of[slowest] + delay) * joined[slowest].step_s
-    round_start_s = max(times.of("sent", job, measured_round) for job in jobs)
+    # All its inner steps from one round to the next: as simulated, and at full speed.
+    steps_s = needed_s[slowest] - times.resumed(slowest, first_round)
+    full_speed_s = (steps_without_round[slowest] + delay) * joined[slowest].step_s
+    # The round begins when the last job is ready.
+    round_start_s = max(times.of_event("sent", job, measured_round) for job in jobs)
+    periods_s = [
+        times.resumed(job, measured_round) - times.resumed(job, first_round) for job in jobs
+    ]
     return RoundSeconds(
         round_s=max(arrived_s) - round_start_s,
         waited_s=waited_s[slowest],
-        longer_s=max(0.0, steps_s - steps_alone_s),
-        period_s=max(times.end(job, measured_round) - times.end(job, first_round) for job in jobs),
+        longer_s=max(0.0, steps_s - full_speed_s),
+        period_s=max(periods_s),
     )
 
 
 @dataclass(frozen=True)
 class _EventTimes:
-    """Times of the events of simulated rounds, in seconds from the start of the simulation."""
+    """Times of the events of simulated rounds, in seconds from the start of the simulation.
+
+    In a round, all jobs send pseudo-gradients (how far their weights have moved) to each other. The
+    aggregate combines all of them, and every job applies it to its weights.
+    """
 
     transfers: Transfers
 
-    def of(self, event: str, job: int, number: int) -> float:
-        """Return the time of an event of a job in a round.
+    def of_event(self, event: str, job: int, round_number: int) -> float:
+        """Return the time of an event of a job in a round, in seconds from the simulation's start.
 
         Args:
-            event: "sent": its pseudo-gradient is sent; "needed": training needs the aggregate;
-                "arrived": the aggregate has arrived.
+            event: "sent": the job begins to send its pseudo-gradient to the other jobs. "needed":
+                its inner steps during the round are over, and training needs the aggregate of all
+                pseudo-gradients. "arrived": the job has the aggregate.
             job: Index of the job.
-            number: Number of the round.
+            round_number: 0 for the first simulated round.
         """
-        return self.transfers[event, job, number].ended
+        return self.transfers[event, job, round_number].ended
 
-    def end(self, job: int, number: int) -> float:
-        """Return the time at which a job goes on after a round."""
-        return max(self.of("needed", job, number), self.of("arrived", job, number))
+    def resumed(self, job: int, round_number: int) -> float:
+        """Return when a job's training goes on after a round (an exchange of pseudo-gradients).
+
+        That is the time at which its inner steps during the round are over and the aggregate has
+        arrived, whichever is later, in seconds from the simulation's start.
+
+        Args:
+            job: Index of the job.
+            round_number: 0 for the first simulated round.
+        """
+        needed_s = self.of_event("needed", job, round_number)
+        arrived_s = self.of_event("arrived", job, round_number)
+        return max(needed_s, arrived_s)
 
 
 def _simulated_times(
-    site: Site, joined: Sequence[JoinedJob], bits: float, alone_of: Sequence[int], delay: int
+    site: Site,
+    joined: Sequence[JoinedJob],
+    bits: float,
+    steps_without_round: Sequence[int],
+    delay: int,
 ) -> _EventTimes:
-    """Simulate the rounds of all jobs (simulate_round), and return the times of their events.
+    """Simulate the rounds in which jobs exchange pseudo-gradients; return the times of their events.
+
+    From one round to the next, a job takes inner steps (steps of its own optimizer): first
+    `steps_without_round`, then `delay` while the round is under way.
 
     Args:
-        alone_of: Inner steps of each job between two rounds.
+        site: The clusters, and the links between them.
+        joined: The jobs.
+        bits: Size of the pseudo-gradient that each job sends to each other job in a round.
+        steps_without_round: For each job, inner steps between two rounds.
+        delay: Inner steps during a round.
     """
     jobs = range(len(joined))
     network = _Network(site, joined)
@@ -131,11 +166,13 @@ def _simulated_times(
         for other in jobs:
             if job != other:
                 network.add_exchange(job, other, bits)
+    # Before and after an exchange, all jobs wait for a reply of the coordinator: its verdict.
     network.add_verdicts()
     transfers = Transfers(network.templates)
     # Each job has two actors, as it has two threads: training, and rounds.
     training_actors = [
-        list(_training(index, job, alone_of[index], delay)) for index, job in enumerate(joined)
+        list(_training(index, job, steps_without_round[index], delay))
+        for index, job in enumerate(joined)
     ]
     round_actors = [list(_rounds(job, jobs)) for job in jobs]
     Simulation([*training_actors, *round_actors], transfers, network.capacities).run()

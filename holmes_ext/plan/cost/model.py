@@ -688,7 +688,10 @@ class Model:
     def _block_traffic(
         self, widths: _BlockWidths, tokens: float, tensor: int, context: int, expert: int
     ) -> _BlockTraffic:
-        """Return the bytes that the groups of a rank exchange for a block and a micro-batch.
+        """Return the bytes that a rank exchanges with others for one block and one micro-batch.
+
+        A rank belongs to a tensor-parallel, a context-parallel and an expert-parallel group. The
+        bytes are counted for each of the three, and for the forward and backward pass together.
 
         Args:
             widths: Widths of the block's matrices.
@@ -698,11 +701,15 @@ class Model:
             expert: Expert-parallel size.
         """
         hidden_bytes = tokens * self.hidden * self.activation_width
-        # "full" recomputation runs the forward pass again, with its communication.
+        # Forward and backward. "full" recomputation runs the forward pass again, with its
+        # communication.
         passes = 3 if self.recompute == "full" else 2
-        # Two all-reduces per pass in a tensor-parallel block (Shoeybi et al. 2019, arXiv
-        # 1909.08053); two all-to-alls per pass if the block has experts.
-        two_per_pass_bytes = 2 * passes * hidden_bytes
+        # A tensor-parallel block has two all-reduces in each pass (Shoeybi et al. 2019, arXiv
+        # 1909.08053).
+        all_reduce_bytes = 2 * passes * hidden_bytes
+        # A block with experts has two all-to-alls in each pass: tokens to their experts, and back.
+        # This is their size if each token goes to one expert.
+        all_to_all_bytes = 2 * passes * hidden_bytes
         context_bytes = 0.0
         if context > 1:
             # Keys, values and the gradients of both go around the ring. Recomputation, also of attention
@@ -713,9 +720,9 @@ class Model:
             )
         # Mean of all blocks: only the part `expert_share` of them has experts. An all-to-all sends
         # each token to `active_experts` experts.
-        routed_bytes = two_per_pass_bytes * widths.expert_share * widths.active_experts
+        routed_bytes = all_to_all_bytes * widths.expert_share * widths.active_experts
         return _BlockTraffic(
-            tensor=two_per_pass_bytes if tensor > 1 else 0.0,
+            tensor=all_reduce_bytes if tensor > 1 else 0.0,
             context=context_bytes,
             # 1 / expert stays on the rank. Tensor-parallel ranks send a part of the tokens each.
             expert=routed_bytes * (expert - 1) / expert / tensor,

@@ -406,7 +406,7 @@ class Network:
         messages.
 
         Args:
-            stage_link: Messages from one stage to the other, in pipelines on equal nodes.
+            stage_link: Messages from one stage to the other, of all pipelines on equal nodes.
             inside_bps: Bits/s between the GPUs of a node.
         """
         forward = self.message(stage_link, inside_bps)  # load of one message of each pair
@@ -417,10 +417,9 @@ class Network:
         hops: dict[Hop, float] = {}
         for hop, flows in (*forward.hops, *backward.hops):
             hops[hop] = hops.get(hop, 0.0) + flows
-        # A NIC is a node class and a direction: forward uses the sender's "out" and the receiver's
-        # "in", backward the other two. They are equal only if both stages are on one node class
-        # (equally busy nodes). Both messages then leave different nodes of the class, so their
-        # numbers are not added: the busier node counts.
+        # A NIC is identified by a class of equally busy nodes, and a direction. If both stages are on
+        # nodes of one class, forward and backward messages have the same key. But they use
+        # different nodes of the class. So the larger load counts, not the sum.
         nics = dict(forward.nics)
         for nic, flows in backward.nics:
             nics[nic] = max(flows, nics.get(nic, 0.0))

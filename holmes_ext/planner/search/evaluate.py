@@ -311,7 +311,8 @@ class Evaluator:
         # A block's gradients are reduced once a step, but balanced_blocks() compares seconds of one
         # micro-batch. So each micro-batch counts its share of the reduction.
         reduction_s = [block_s / stages.micro_batches for _, block_s, _ in stages.costs.reduction_s]
-        start = min(balanced, balanced_blocks(stages, reduction_s), key=seconds_of)
+        with_reduction = balanced_blocks(stages, reduction_s)
+        start = min(balanced, with_reduction, key=seconds_of)
 
         def moves(split: Split) -> Iterator[tuple[int, int]]:
             """Yield (from stage, to stage) for a block, from much to little work."""
@@ -329,23 +330,26 @@ def balanced_blocks(stages: StageBounds, more_s: Sequence[float] = ()) -> Split:
     Args:
         stages: For each stage, the seconds of a block and of the embedding or output layer
             (`extra_s`), and the number of blocks that fit its memory.
-        more_s: For each stage, seconds of a block besides its passes; () for none.
+        more_s: For each stage, seconds to add to those of a block, for what comes besides its forward
+            and backward pass, such as the reduction of its gradients; () to add nothing.
     """
     block_s = stages.block_s
     if more_s:
         block_s = [seconds + more for seconds, more in zip(stages.block_s, more_s)]
     if min(stages.max_layers) < 1 or sum(stages.max_layers) < stages.layer_count:
         return ()
-    counts = _whole_blocks_of_level(stages, block_s)
+    # The ideal division has fractions of blocks. Rounded down, it is too small in sum; with at
+    # least one block on every stage, it may be too large.
+    counts = _ideal_counts_rounded_down(stages, block_s)
     _remove_surplus(counts, stages, block_s)
     _add_missing(counts, stages, block_s)
     return tuple(counts)
 
 
-def _whole_blocks_of_level(stages: StageBounds, block_s: Sequence[float]) -> list[int]:
+def _ideal_counts_rounded_down(stages: StageBounds, block_s: Sequence[float]) -> list[int]:
     """Return how many whole blocks each stage computes if all stages take the same time.
 
-    If blocks were divisible, all stages would take `level_s` seconds. Each stage gets the whole
+    If blocks were divisible, all stages would take `equal_s` seconds. Each stage gets the whole
     blocks that it computes in this time, at least one, and no more than fit its memory.
 
     Args:
@@ -356,9 +360,9 @@ def _whole_blocks_of_level(stages: StageBounds, block_s: Sequence[float]) -> lis
         blocks_per_s = sum(1 / seconds for seconds in block_s)
         # Embedding and output layer, as so many blocks of their stage.
         extra_blocks = sum(extra / seconds for extra, seconds in zip(stages.extra_s, block_s))
-        level_s = (stages.layer_count + extra_blocks) / blocks_per_s
+        equal_s = (stages.layer_count + extra_blocks) / blocks_per_s
         for stage, most in enumerate(stages.max_layers):
-            remaining_s = level_s * (1 - ROUNDING) - stages.extra_s[stage]
+            remaining_s = equal_s * (1 - ROUNDING) - stages.extra_s[stage]
             counts[stage] = max(1, min(most, floor(remaining_s / block_s[stage])))
     return counts
 

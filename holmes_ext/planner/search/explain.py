@@ -114,8 +114,9 @@ def _thin_reasons(
         memory       room for few layers
         slow layer   a layer takes longer here than on the fastest stage
         ends         the embedding or output layer takes more than half as long as a layer
-        reduction    with even layers, a long part of the gradient reduction would not be hidden by
-                     passes: EXPOSED_SHARE of the step, and EXPOSED_OF_LARGEST of any other stage's
+        reduction    if every stage had equally many layers, no pass would hide a long part of this
+                     stage's gradient reduction. Long is more than 2 % of the step, and at least
+                     half as long as on the stage where this part is longest
         messages     an activation to a neighbour and its gradient take longer than a layer
     """
     # Seconds of one micro-batch in one block, on each stage.
@@ -150,16 +151,26 @@ def _ends_reason(costs: StageCosts, layer_s: float, stage: int) -> Iterator[str]
 
 
 def _reduction_reason(costs: StageCosts, candidate: Candidate, stage: int) -> Iterator[str]:
-    """Yield a sentence if, with even layers, passes would not hide much of a stage's reduction."""
+    """Yield a sentence if a stage's gradient reduction would delay a step with even layers.
+
+    Even layers are equal numbers of layers on all stages. The reduction delays the step by its
+    exposed part, which no pass hides. A sentence is due if this part is more than 2 % of the step
+    (EXPOSED_SHARE), and at least half as long as on the stage where it is longest
+    (EXPOSED_OF_LARGEST).
+    """
     even_split = uniform(sum(candidate.split), costs.stages)
-    exposed_s = estimate(costs, even_split).exposed_s
+    exposed_s = estimate(costs, even_split).exposed_s  # of each stage
     is_long = exposed_s[stage] > EXPOSED_SHARE * candidate.step_s
-    if is_long and exposed_s[stage] >= EXPOSED_OF_LARGEST * max(exposed_s):
+    is_among_longest = exposed_s[stage] >= EXPOSED_OF_LARGEST * max(exposed_s)
+    if is_long and is_among_longest:
         yield f"with even layers {exposed_s[stage]:.3g} s of its reduction would be exposed"
 
 
 def _messages_reason(costs: StageCosts, layer_s: float, stage: int) -> Iterator[str]:
     """Yield a sentence if an activation to a neighbour and its gradient take longer than a block.
+
+    The caller puts "stage 3 (cluster a) has 1 layer: " before the sentence. So "it" in the sentence
+    is this stage.
 
     Args:
         layer_s: Seconds of one micro-batch in one block of the stage.

@@ -72,8 +72,14 @@ def search(
 ) -> SearchResult:
     """Search for the plan with the shortest step.
 
+    1. The first look (sketch.py) estimates plans by the closed form, a formula for the step time
+       that takes microseconds. Then it simulates the fastest of them.
+    2. Branch and bound (proven) excludes plans by lower bounds and simulates others, until no plan
+       can be faster than the best.
+
     Args:
-        result: The request of the search: a SearchResult without candidates.
+        result: The job, its clusters and the user's limits, in a SearchResult that has no plans
+            (`candidates`) yet. So it is the request of the search.
         seconds: Time limit.
         progress: Called from time to time.
         rows: Number of shapes that the caller's table shows. So many get a candidate, even if their
@@ -91,8 +97,11 @@ def search(
         KeyboardInterrupt: Interrupted before any candidate was found.
     """
     begin = time.monotonic()
-    least_s = min(LEAST_FIRST_LOOK_S, SHORT_FIRST_LOOK_SHARE * seconds)
-    first_look_s = max(least_s, FIRST_LOOK_SHARE * seconds) if simulate else seconds
+    if simulate:
+        least_s = min(LEAST_FIRST_LOOK_S, SHORT_FIRST_LOOK_SHARE * seconds)
+        first_look_s = max(least_s, FIRST_LOOK_SHARE * seconds)
+    else:  # the first look is all
+        first_look_s = seconds
     try:
         found = Sketch(result, rows, only).run(
             first_look_s, progress, simulate, simulation_end=begin + seconds
@@ -110,13 +119,15 @@ def search(
 def first_look(
     result: SearchResult, seconds: float, rows: int = 1, only: Sequence[Shape] = ()
 ) -> SearchResult:
-    """Return the plans of a first look, without a proof that the fastest is the best.
+    """Search for good plans only, without a proof that the fastest found is the best.
 
-    The first look (sketch.py) ranks the parallel sizes by the closed form and simulates the fastest
-    plans. search() begins with it.
+    This first look (sketch.py) is what search() begins with. It ranks the parallel sizes by the
+    closed form (a formula for the step time, which takes microseconds). Then it simulates the
+    fastest plans.
 
     Args:
-        result: The request of the search: a SearchResult without candidates.
+        result: The job, its clusters and the user's limits, in a SearchResult that has no plans
+            (`candidates`) yet. So it is the request of the search.
         seconds: Time limit of the ranking by the closed form.
         rows: Number of shapes that get a candidate, even if their lower bound excludes them.
         only: Shapes to examine instead of all.

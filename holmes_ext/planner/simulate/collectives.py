@@ -439,10 +439,10 @@ class Collectives:
         return replace(message, bits=0.0, uses=(), channel=None)
 
     def _norm(self, pipeline_class: int) -> Transfer:
-        """Return the all-reduce of one number among a pipeline's stages over gloo's ring.
+        """Return the all-reduce of one number among the stages of pipelines on equal nodes (a class).
 
-        It goes around the ring twice, each time over all links but one (see _number_summed), after
-        the receiver of the first message has sent a notice that it is ready.
+        In gloo's ring, the number goes around twice, with one message less than a whole round each
+        time. Before that, the receiver of the first message sends a notice that it is ready.
         """
         stages = self.stages
         # Message of one number from each stage to the one before; stage 0 sends to the last one.
