@@ -107,8 +107,8 @@ class StepLowerBound(PassBounds):
         """Divide the possible seconds of the longest update into intervals.
 
         An update is a stage's optimizer step and weight gather. If a gradient norm is summed over
-        all stages (has_norm_barrier), no stage starts its update earlier, so the step ends only
-        after the longest update. Which stage has it depends on the split of the layers, which is
+        all stages (has_norm_barrier), all updates start after that sum, so the longest one adds its
+        whole time to the step. Which stage has it depends on the split of the layers, which is
         open. The bound for an interval from 1.0 s to 1.1 s assumes 1.0 s for the longest update,
         and only splits with all updates below 1.1 s. Without a norm, one interval (0 to inf) is
         enough.
@@ -188,8 +188,8 @@ class StepLowerBound(PassBounds):
         After this pass come the part of the first stage's gradient reduction that no pass hides,
         the tied embedding's reduction, and the optimizer step with the gather of the new weights
         (update). The result is the sum of their times for the number of layers on the first stage
-        that makes it shortest. It is inf if the first stage's memory holds no layer: then no plan
-        is possible.
+        that makes it shortest. It is inf if the first stage's memory holds no layer: then no split
+        of the layers is possible.
         """
         if self.max_layers[0] < 1:
             return inf
