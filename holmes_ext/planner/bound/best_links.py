@@ -37,12 +37,12 @@ def rates_between(network: Network) -> dict[tuple[int, int], float]:
     """
     rates_bps = {}
     for pair in permutations(range(len(network.node_types)), 2):
-        hops = _hops(network, pair)
+        hops = _wan_hops(network, pair)
         rates_bps[pair] = min((hop.rate_bps for hop in hops), default=inf)
     return rates_bps
 
 
-def _hops(network: Network, pair: tuple[int, int]) -> Sequence[Hop]:
+def _wan_hops(network: Network, pair: tuple[int, int]) -> Sequence[Hop]:
     """Return the WAN links between two clusters; none if a fast network connects them.
 
     A hop is a link between two clusters, or a cluster's connection to the WAN (uplink).
@@ -57,20 +57,29 @@ def _hops(network: Network, pair: tuple[int, int]) -> Sequence[Hop]:
 def best_links(network: Network) -> BestLinks:
     """Return the highest rates (bits/s) and the least latency of the links between clusters.
 
-    The rates do not say which clusters they belong to: a lower bound on the step time needs only
-    "the n-th fastest link at best". Each node type of `network` is a cluster here. The rate between
-    two clusters is that of the slowest link on the path. The latency is the sum over the path's
-    links.
+    Lower bounds on the step time use the result while it is open which clusters a plan connects:
+    whatever it connects, its n-th fastest link is at best the n-th fastest of all. Each node type
+    of `network` is a cluster here. The rate between two clusters is that of the slowest link on
+    the path, the latency is the sum over the path's links.
+
+    Returns:
+        tree_bps: Rates of the links of the maximum spanning tree over all clusters, fastest first.
+        into_bps: Item n - 1 is the list of rates at which each cluster can receive from n peers
+            together, the fastest cluster first.
+        latency_s: Least latency between any two clusters, one way.
     """
     rates_bps = rates_between(network)
-    # The WAN hops of each pair; none for a pair on one fast network, which adds no WAN latency.
-    paths = [_hops(network, pair) if rates_bps[pair] < inf else () for pair in rates_bps]
-    latency_s = min(sum(hop.latency_s for hop in path) for path in paths)
+    latencies_s = []
+    for pair, rate_bps in rates_bps.items():
+        # inf: one fast network connects both clusters, or the WAN does not limit the rate. Then no
+        # latency is counted, which is a lower bound.
+        hops = _wan_hops(network, pair) if rate_bps < inf else ()
+        latencies_s.append(sum(hop.latency_s for hop in hops))
     clusters = range(len(network.node_types))
     return BestLinks(
         tree_bps=_spanning_tree_bps(rates_bps, clusters),
         into_bps=_rates_into(network, rates_bps, clusters),
-        latency_s=latency_s,
+        latency_s=min(latencies_s),
     )
 
 
@@ -96,13 +105,17 @@ def _spanning_tree_bps(rates_bps: Mapping[tuple[int, int], float], clusters: ran
 def _rates_into(
     network: Network, rates_bps: Mapping[tuple[int, int], float], clusters: range
 ) -> list[list[float]]:
-    """Return the rates at which clusters receive from several peers (BestLinks.into_bps).
+    """Return the highest rates at which clusters can receive from several peers, in bits/s.
 
     A cluster receives from its n fastest peers at the sum of their rates, but no faster than its
     uplink to the WAN.
 
     Args:
         rates_bps: (from cluster, to cluster) -> bits/s.
+
+    Returns:
+        One list for each number of peers. Item n - 1 has the rate from n peers of every cluster,
+        the fastest cluster first.
     """
     rates_of_clusters = []  # for each cluster: item n - 1 is the rate from its n fastest peers
     for target in clusters:
@@ -111,4 +124,5 @@ def _rates_into(
         # uplink_of: cluster -> bits/s
         uplink_bps = network.wan.uplink_of.get(network.cluster(target), inf)
         rates_of_clusters.append([min(sum_bps, uplink_bps) for sum_bps in accumulate(links_bps)])
-    return [sorted(rates, reverse=True) for rates in zip(*rates_of_clusters)]
+    rates_by_peers = zip(*rates_of_clusters)  # item n - 1: the rates of all clusters from n peers
+    return [sorted(rates, reverse=True) for rates in rates_by_peers]

@@ -150,16 +150,19 @@ class ChainBound(StepLowerBound):
         step_s: float,
         update_s: float,
     ) -> _StageChoices:
-        """Return a stage's best number of layers, for each total of its and all later layers.
+        """Return the table of a stage in the dynamic program over the stages.
 
-        The best number is the one with which the stage's last backward pass can end first. Numbers
-        that make the step longer than `step_s` are left out.
+        The table has an entry for each possible number of layers on this stage and all later ones
+        together (the total). The entry is the number of layers on this stage with which its last
+        backward pass can end first, and the moment when it ends. Numbers with which the step would
+        exceed `step_s` are left out. Example: of a total of 10, the stage has 4 and the later
+        stages have 6; its last backward pass ends after 2.5 s at the earliest.
 
         Args:
             stage: The stage.
             limit: Most layers of the stage.
-            end_of: Layers on all later stages -> earliest end of the next stage's last backward
-                pass, in seconds.
+            end_of: The next stage's table: layers on all later stages -> earliest end of the next
+                stage's last backward pass, in seconds.
             most_before: Most layers of all earlier stages together.
             step_s: Seconds that the step may take.
             update_s: Least seconds of the longest update (optimizer step and weight gather) of all
@@ -178,10 +181,14 @@ class ChainBound(StepLowerBound):
             least_layers = max(1, available - most_before)
             most_layers = min(limit, available - stage)
             layer_numbers = range(least_layers, most_layers + 1)
-            self._add_choices(choices, stage, times, layer_numbers, behind, behind_end_s, step_s)
+            # Enters each of these numbers under the total behind + number, if it ends earlier than
+            # the number already there.
+            self._keep_earliest_ends(
+                choices, stage, times, layer_numbers, behind, behind_end_s, step_s
+            )
         return choices
 
-    def _add_choices(
+    def _keep_earliest_ends(
         self,
         choices: _StageChoices,
         stage: int,
@@ -191,23 +198,30 @@ class ChainBound(StepLowerBound):
         behind_end_s: float,
         step_s: float,
     ) -> None:
-        """Add a stage's numbers of layers to the choices, for one number of layers behind it.
+        """Enter a stage's numbers of layers in its table, for one number of layers behind it.
 
-        The stage's last backward pass ends after all of these events:
+        For each number, this method computes a lower bound on the end of the stage's last backward
+        pass, in seconds from the step's start. The number replaces the entry for the same total of
+        layers if its bound is earlier. It is skipped if the work after that pass would end later
+        than `step_s`. The bound is the latest of these moments, as the pass cannot end before any
+        of them:
 
-            own passes     the first activation has come down the earlier stages; then the stage's
-                           passes, with their waits for round trips over the later stages
-            next stage     the next stage's last backward pass, then the message with its gradient
-            NIC            the stage's NIC has sent all messages
+            own passes     The first activation arrives, after forward passes of all earlier stages.
+                           Then the stage does all its passes, and waits for round trips of
+                           micro-batches over the later stages.
+            next stage     The next stage ends its last backward pass. Its gradient arrives, and
+                           this stage does its own last backward pass.
+            NIC            The stage's NIC has sent all messages.
 
         Args:
-            choices: Best choices so far; better ones replace them.
+            choices: Table of the stage: total of layers on it and behind it -> earliest end of its
+                last backward pass, and its number of layers then. This method changes it.
             stage: The stage.
             times: Times of the stage, by its number of layers.
             layer_numbers: Numbers of layers of the stage to add.
             behind: Layers on all later stages together.
             behind_end_s: Earliest end of the next stage's last backward pass, in seconds.
-            step_s: Seconds that the step may take.
+            step_s: Seconds that the step may take; numbers of layers that take longer are skipped.
         """
         # Lists by stage, from the base classes (seconds of one micro-batch):
         #   forward_s, backward_s    a pass of one layer

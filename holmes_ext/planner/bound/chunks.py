@@ -1,9 +1,10 @@
 """Lower bound on the simulated step time of an interleaved schedule (1F1B: least.py).
 
 A stage has several chunks of layers, all of the same size, so a placement has one split. A pass
-here is one micro-batch through one chunk. A stage first passes as many micro-batches as there are
-stages through its first chunk, then the same micro-batches through its second chunk, and so on;
-then the next micro-batches follow. The backward passes take the chunks in the opposite order.
+here is one micro-batch through one chunk. A lap is its way through one chunk of every stage. A
+stage first passes as many micro-batches as there are stages through its first chunk, then the same
+micro-batches through its second chunk, and so on; then the next micro-batches follow. The backward
+passes take the chunks in the opposite order.
 
 The bound is computed from the earliest possible times of four events on each stage. Each is the
 largest of several times that the event cannot precede (the functions derive them):
@@ -34,8 +35,9 @@ class _InterleavedBound:
     """Earliest possible times of every stage's first and last passes, in seconds.
 
     They count from the step's start, for an interleaved schedule: each stage has several chunks of
-    layers. A pass is one micro-batch through one chunk, forward or backward. Lists have one entry
-    for each stage.
+    layers. A pass is one micro-batch through one chunk, forward or backward. A lap is the way of a
+    micro-batch through one chunk of every stage, back to the stage where it began. Lists have one
+    entry for each stage.
     """
 
     def __init__(self, bounds: StageBounds):
@@ -68,11 +70,11 @@ class _InterleavedBound:
         #: Forward passes before the first backward pass: the warm-up, and one of the first pair.
         #: The schedule is symmetric: as many backward passes come after the last forward pass.
         self.in_flight = [min(passes + 1, self.passes) for passes in self.warm_up]
-        #: Seconds of one micro-batch through one chunk of every stage, and back to the stage where
-        #: it began (last_to_first: from the last stage to the next chunk of the first one).
+        #: Seconds of a lap: one micro-batch through one chunk of every stage, and back to the stage
+        #: where it began (last_to_first: from the last stage to the next chunk of the first one).
         links_s = sum(self.stage_links_s)
-        self.forward_turn_s = sum(self.forward_s) + links_s + bounds.last_to_first.total_s
-        self.backward_turn_s = sum(self.backward_s) + links_s + bounds.last_to_first.total_s
+        self.forward_lap_s = sum(self.forward_s) + links_s + bounds.last_to_first.total_s
+        self.backward_lap_s = sum(self.backward_s) + links_s + bounds.last_to_first.total_s
         self.first_forward_start_s = self._first_forward_starts()
         self.first_backward_start_s = self._first_backward_starts()
         self.last_forward_end_s = self._last_forward_ends()
@@ -96,24 +98,24 @@ class _InterleavedBound:
         stages_behind = self.stage_count - stage - 1
         return min(self.passes, stages_behind * 2 + (self.chunks - 1) * self.stage_count)
 
-    def _turns_wait_s(self, turn_s: float, each_s: float, turns: int | None = None) -> float:
+    def _lap_waits_s(self, lap_s: float, each_s: float, laps: int | None = None) -> float:
         """Return the seconds that a stage idles as micro-batches return late for its next chunk.
 
         A stage passes `stage_count` micro-batches through one of its chunks of layers. Then it
-        begins the next chunk with the first of them. This micro-batch must have passed all other
-        stages by then (a turn). If a turn takes longer than `stage_count` passes of the stage, the
-        stage idles for the difference, each time it begins a chunk.
+        begins the next chunk with the first of them. This micro-batch must have passed one chunk of
+        every stage by then: a lap. If a lap takes longer than `stage_count` passes of the stage,
+        the stage idles for the difference, each time it begins a chunk.
 
         Args:
-            turn_s: Seconds of one micro-batch through one chunk of every stage, with the messages.
+            lap_s: Seconds of a lap, with the messages.
             each_s: Seconds between the starts of two passes of this stage: the time of a pass, or
                 of a message if the messages are to limit the pace.
-            turns: How often the stage begins a further chunk; None: number of chunks - 1.
+            laps: How often the stage begins a further chunk; None: number of chunks - 1.
         """
-        if turns is None:
-            turns = self.chunks - 1
+        if laps is None:
+            laps = self.chunks - 1
         stage_passes_s = self.stage_count * each_s
-        return turns * max(0.0, turn_s - stage_passes_s)
+        return laps * max(0.0, lap_s - stage_passes_s)
 
     def _interval_before_s(self, stage: int) -> float:
         """Return the seconds between two messages from the stage before; 0 for the first stage."""
@@ -139,21 +141,23 @@ class _InterleavedBound:
 
         It is the latest of three moments, none of which the pass can precede:
 
-            first_returns_s      the first micro-batch has passed all chunks of all stages, and is
-                                 back here
-            _warm_up_end_s()     the stage has done the forward passes that the schedule puts first
-            _behind_end_s()      the next stage has done its first backward pass and sent the
-                                 gradient
+            first_returns_s     The first micro-batch has passed all chunks of all stages forward,
+                                and the later stages backward.
+            warm_up_end_s       The stage has done the forward passes that the schedule puts first.
+            arrival_s           The next stage has done its first backward pass, and its gradient
+                                has arrived.
         """
         last_stage = self.stage_count - 1
         starts_s = [0.0] * self.stage_count
         first_returns_s = self._first_forward_way_s()  # to the last stage
         for stage in reversed(range(self.stage_count)):
-            starts_s[stage] = max(first_returns_s, self._warm_up_end_s(stage))
+            warm_up_end_s = self._warm_up_end_s(stage)
+            starts_s[stage] = max(first_returns_s, warm_up_end_s)
             if stage < last_stage:
-                behind_end_s = self._behind_end_s(stage, starts_s[stage + 1])
-                starts_s[stage] = max(starts_s[stage], behind_end_s)
-            # The first micro-batch's gradient goes on to the stage before, for the next iteration.
+                arrival_s = self._next_gradient_arrival_s(stage, starts_s[stage + 1])
+                starts_s[stage] = max(starts_s[stage], arrival_s)
+            # The loop continues with stage - 1. Until the first micro-batch's gradient is there: this
+            # stage's backward pass, and the message.
             link_before_s = self.stage_links_s[stage - 1] if stage else 0.0
             output_s = self.output_backward_s if stage == last_stage else 0.0
             first_returns_s += self.backward_s[stage] + output_s + link_before_s
@@ -170,22 +174,28 @@ class _InterleavedBound:
     def _warm_up_end_s(self, stage: int) -> float:
         """Return the earliest end of the forward passes that precede a stage's first backward pass.
 
-        They take their own time, or the time in which their activations arrive, if that is longer.
-        Both have the waits for all chunks, as the warm-up reaches the stage's last chunk.
+        The end is bounded in two ways, and the later moment is returned:
+
+            passes_s      The stage does these passes one after the other.
+            messages_s    Their activations arrive one after the other; then comes the last pass.
+
+        These forward passes reach the stage's last chunk. So both bounds include the idle time
+        before each further chunk: its first micro-batch must pass one chunk of every stage to
+        return here (a lap).
         """
         forward_s = self.forward_s[stage]
         interval_s = self._interval_before_s(stage)
         forwards_first = self.in_flight[stage]
-        passes_s = forwards_first * forward_s + self._turns_wait_s(self.forward_turn_s, forward_s)
+        passes_s = forwards_first * forward_s + self._lap_waits_s(self.forward_lap_s, forward_s)
         # After the first activation: one interval for each further one, then the last forward pass.
         messages_s = (
             (forwards_first - 1) * interval_s
-            + self._turns_wait_s(self.forward_turn_s, interval_s)
+            + self._lap_waits_s(self.forward_lap_s, interval_s)
             + forward_s
         )
         return self.first_forward_start_s[stage] + max(passes_s, messages_s)
 
-    def _behind_end_s(self, stage: int, behind_start_s: float) -> float:
+    def _next_gradient_arrival_s(self, stage: int, behind_start_s: float) -> float:
         """Return when the first gradient of the next stage can arrive.
 
         Args:
@@ -203,9 +213,9 @@ class _InterleavedBound:
         pass:
 
             after_passes_s      all forward passes, with embedding or output layer
-            after_turns_s       all forward passes, and the idle time until micro-batches have
+            after_laps_s        all forward passes, and the idle time until micro-batches have
                                 passed the other stages and return for their next chunk
-                                (_turns_wait_s)
+                                (_lap_waits_s)
             after_messages_s    all activations arrive, one after the other; then one pass
             after_pairs_s       from the start of the first backward pass: a backward and a forward
                                 pass for each forward pass that is still to do
@@ -221,18 +231,16 @@ class _InterleavedBound:
             # Embedding or output layer: once for each micro-batch, as only one chunk has it.
             extra_s = self.micro_batches * bounds.extra_forward_s[stage]
             after_passes_s = start_s + self.passes * forward_s + extra_s
-            after_turns_s = (
-                start_s
-                + self.passes * forward_s
-                + self._turns_wait_s(self.forward_turn_s, forward_s)
+            after_laps_s = (
+                start_s + self.passes * forward_s + self._lap_waits_s(self.forward_lap_s, forward_s)
             )
             after_messages_s = (
                 start_s
                 + (self.passes - 1) * interval_s
-                + self._turns_wait_s(self.forward_turn_s, interval_s)
+                + self._lap_waits_s(self.forward_lap_s, interval_s)
                 + forward_s
             )
-            times_s = [after_passes_s, after_turns_s, after_messages_s]
+            times_s = [after_passes_s, after_laps_s, after_messages_s]
             if self.passes > self.warm_up[stage]:
                 pairs = self.passes - self.warm_up[stage] - 1
                 pair_s = forward_s + self.backward_s[stage]
@@ -259,14 +267,14 @@ class _InterleavedBound:
             after_passes_s     This stage starts its first backward pass. Then it does all backward
                                passes, and idles until gradients return for its next chunk.
 
-        A turn is the way of one micro-batch through one chunk of every stage.
+        A lap is the way of one micro-batch through one chunk of every stage.
         """
         bounds = self.bounds
         last_stage = self.stage_count - 1
         # The last micro-batch goes backward through `chunks` chunks of every stage. Here it has
-        # passed all of them but one: chunks - 1 turns, which end on the last stage. The loop goes
+        # passed all of them but one: chunks - 1 laps, which end on the last stage. The loop goes
         # from the last stage to the first, and adds the pass through the remaining chunk.
-        last_returns_s = self.last_forward_end_s[-1] + (self.chunks - 1) * self.backward_turn_s
+        last_returns_s = self.last_forward_end_s[-1] + (self.chunks - 1) * self.backward_lap_s
         ends_s = [0.0] * self.stage_count
         for stage in reversed(range(self.stage_count)):
             backward_s = self.backward_s[stage]
@@ -278,7 +286,7 @@ class _InterleavedBound:
             after_passes_s = (
                 self.first_backward_start_s[stage]
                 + self.passes * backward_s
-                + self._turns_wait_s(self.backward_turn_s, backward_s)
+                + self._lap_waits_s(self.backward_lap_s, backward_s)
             )
             times_s = [
                 last_returns_s,
@@ -315,11 +323,11 @@ class _InterleavedBound:
         backward_s = self.backward_s[stage]
         # Least seconds between two messages on the link between this stage and the next one.
         interval_s = bounds.interval_s[stage]
-        # The waits: a gradient travels through all stages (backward_turn_s) before its next chunk.
+        # The waits: a gradient travels through all stages (backward_lap_s) before its next chunk.
         after_messages_s = (
             self.first_backward_start_s[stage]
             + (self.passes - 1) * interval_s
-            + self._turns_wait_s(self.backward_turn_s, interval_s)
+            + self._lap_waits_s(self.backward_lap_s, interval_s)
             + backward_s
         )
         after_last_s = behind_end_s + self.stage_links_s[stage] + backward_s
@@ -364,8 +372,9 @@ class _InterleavedBound:
     def _steps_by_stage(self, stage: int, after_reduction_s: float) -> list[float]:
         """Return several lower bounds on the step time, in seconds, from the work of one stage.
 
-        The largest counts. Each is the end of the stage's gradient reduction, plus
-        `after_reduction_s`.
+        The step cannot end before this stage has reduced its gradients and done the work that
+        follows (`after_reduction_s`). Each bound derives the earliest end of the reduction from
+        other events, so all of them hold; the caller takes the largest.
 
         Args:
             stage: The stage.
@@ -374,15 +383,21 @@ class _InterleavedBound:
         """
         ends_s = [self._end_after_passes_s(stage), self._end_after_nic_s(stage)]
         if self.bounds.after_backward[stage].overlapped:
-            # Chunks whose last backward pass comes after the stage's last forward pass.
-            closing_passes = self.in_flight[stage]
-            closing_chunks = (closing_passes - 1) // self.stage_count + 1
+            # Reductions run under the backward passes of other chunks. Consider the chunks whose
+            # last backward pass comes after the stage's last forward pass: `in_flight` backward
+            # passes are left then, and the schedule does stage_count of them for each chunk.
+            backward_passes_left = self.in_flight[stage]
+            closing_chunks = (backward_passes_left - 1) // self.stage_count + 1
             for followers in range(min(self.chunks, closing_chunks)):
                 ends_s.append(self._end_after_chunk_s(stage, followers))
         return [end_s + after_reduction_s for end_s in ends_s]
 
     def _end_after_passes_s(self, stage: int) -> float:
-        """Return the seconds until all passes have ended, and the reduction that no pass hides."""
+        """Return the earliest end of a stage's reduction, as it follows from the last backward pass.
+
+        A reduction that does not overlap with passes begins after the last backward pass, so its
+        whole time is added. Of one that overlaps, no time is certain, so none is added.
+        """
         after = self.bounds.after_backward[stage]
         exposed_s = 0.0
         if not after.overlapped:
@@ -401,15 +416,16 @@ class _InterleavedBound:
         return first_forward_end_s + messages_s + self.stage_layers * after.shared_nic_block_s
 
     def _end_after_chunk_s(self, stage: int, followers: int) -> float:
-        """Return the seconds until the gradients of the chunks that end last are reduced.
+        """Return the earliest end of a stage's reduction, as it follows from one of its chunks.
 
-        Example: with one follower, they are the last chunk and the one before it. Their reduction
-        cannot begin before the last backward pass of the earlier of the two begins, which completes
-        its gradients. It overlaps with the passes that follow.
+        A chunk's gradients are complete only in its last backward pass, so its reduction begins no
+        earlier than that pass. The chunks that end later (the followers) are reduced after it, over
+        the same network. So the reductions of this chunk and of all followers still have to come.
 
         Args:
             stage: The stage.
-            followers: Number of chunks that end after the earliest of these chunks.
+            followers: Number of the stage's chunks that end their backward passes after this chunk.
+                0: it is the chunk that ends last.
         """
         bounds = self.bounds
         after = bounds.after_backward[stage]
@@ -430,21 +446,30 @@ class _InterleavedBound:
     def _backward_end_s(self, stage: int, followers: int) -> float:
         """Return the earliest end of a chunk's last backward pass, in seconds.
 
+        It is the later of two moments; without followers, that of the stage's last backward pass:
+
+            after_closing_s    The stage ends its last forward pass. Then it does the backward
+                               passes that are left, up to this chunk's last one.
+            after_passes_s     The stage starts its first backward pass. Then it does all backward
+                               passes up to this chunk's last one. Before each further chunk it
+                               idles until its gradient has passed one chunk of every stage (a lap).
+
         Args:
             stage: The stage.
-            followers: Number of chunks that end after this chunk; 0: the chunk that ends last.
+            followers: Number of the stage's chunks that end their backward passes after this chunk.
+                0: it is the chunk that ends last.
         """
         if not followers:
             return self.last_backward_end_s[stage]
         backward_s = self.backward_s[stage]
-        passes_after = followers * self.stage_count
-        # As in _last_backward_ends(), without the passes and turns that come after this chunk.
+        passes_after = followers * self.stage_count  # backward passes of the followers
+        # Backward passes between the stage's last forward pass and the end of this chunk.
         closing_passes = self.in_flight[stage] - passes_after
         after_closing_s = self.last_forward_end_s[stage] + closing_passes * backward_s
-        turns = self.chunks - 1 - followers
+        laps = self.chunks - 1 - followers
         after_passes_s = (
             self.first_backward_start_s[stage]
             + (self.passes - passes_after) * backward_s
-            + self._turns_wait_s(self.backward_turn_s, backward_s, turns)
+            + self._lap_waits_s(self.backward_lap_s, backward_s, laps)
         )
         return max(after_closing_s, after_passes_s)

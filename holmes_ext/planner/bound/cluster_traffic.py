@@ -30,15 +30,16 @@ class ClusterTraffic:
         cluster_ranks: Sequence[int],
         ring_bits: float,
     ):
-        """Set the job.
+        """Describe the job and the clusters whose traffic seconds() bounds.
 
         Args:
             network: Clusters, and the links between them.
             prices: Bytes of activations and gradients, and their compression.
             shape: Parallel sizes, micro-batch and ZeRO stage.
             cluster_ranks: Ranks of each cluster.
-            ring_bits: Bits of all gradients if rings of clusters sum them; 0 if they travel in other
-                ways.
+            ring_bits: Bits of the gradients of the whole model, if ring all-reduces sum them
+                between clusters. 0 with other algorithms (ZeRO, experts, compression, gloo's direct
+                exchanges): then no bound from rings is made.
         """
         self.network = network
         self.prices = prices
@@ -51,27 +52,31 @@ class ClusterTraffic:
     def seconds(self) -> float:
         """Return a lower bound on the step time from the traffic between clusters, in seconds.
 
-        Which size the groups of clusters have is open, so the result is the least of the bounds for
-        all sizes. It is 0 if the clusters have no WAN between them, or differ in size.
+        The clusters form groups of equal size, and the clusters of a group share their pipeline
+        stages. Example: of clusters a, b, c, d in groups of two, a and b hold stages 0 and 1, c and
+        d hold stages 2 and 3. A plan may choose any size of the groups, so the result is the least
+        of the bounds for all sizes. It is 0 (no bound) without a WAN, for clusters of different
+        sizes, and if a stage may lie on parts of clusters.
         """
         if not self.network.wan or len(set(self.cluster_ranks)) > 1:
             return 0.0
         cluster_ranks = self.cluster_ranks[0]
-        # Groups of whole clusters are the only possibility if a stage fills clusters, or clusters
-        # fill with whole stages.
+        # Either a stage has the ranks of one or more whole clusters, or a cluster has the ranks of
+        # several whole stages. Otherwise plans may have no groups of whole clusters: no bound.
         stage_fills_clusters = self.stage_ranks % cluster_ranks == 0
         stages_fill_cluster = cluster_ranks % self.stage_ranks == 0
         if not stage_fills_clusters and not stages_fill_cluster:
             return 0.0
         links: BestLinks = self.network.remember("best links", lambda: best_links(self.network))
+        # A group has at least the clusters that one stage fills.
         least_group = max(1, self.stage_ranks // cluster_ranks)
         return min(
-            self._group_s(group_size, links)
+            self._step_with_groups_s(group_size, links)
             for group_size in range(least_group, self.cluster_count + 1)
             if self.cluster_count % group_size == 0
         )
 
-    def _group_s(self, group_size: int, links: BestLinks) -> float:
+    def _step_with_groups_s(self, group_size: int, links: BestLinks) -> float:
         """Return a lower bound on the step, in seconds, if a stage lies on `group_size` clusters.
 
         Two kinds of traffic cross between clusters: activations from each group of clusters to the
@@ -93,7 +98,15 @@ class ClusterTraffic:
     def _reduction_s(self, group_size: int, links: BestLinks) -> float:
         """Return the least seconds to sum the gradients over the clusters of each group.
 
-        The larger of two bounds counts: the traffic into a cluster, and that of a ring.
+        Two lower bounds hold at the same time, so the larger one is returned:
+
+            any algorithm    A cluster receives the sums of its group's gradients from the other
+                             clusters of the group.
+            ring             A ring all-reduce is as fast as its slowest link. Only if the job uses
+                             rings between clusters (ring_bits > 0).
+
+        Which clusters form a group is open. Of any g clusters, the slowest is no faster than the
+        g-th fastest of all clusters, so this one's rate is assumed. The same holds for the links of a ring.
 
         Args:
             group_size: Number of clusters that share their stages.
@@ -105,25 +118,33 @@ class ClusterTraffic:
         group_share = group_size / self.cluster_count  # of the stages, and so of the gradients
         _, block, _ = job.layers
         group_ranks = shape.data * shape.context  # of a data parallel group
-        gradient_bits = 0.0  # no bound with experts
+        # Experts' gradients are summed in smaller groups, which may lie inside one cluster. So with
+        # experts no traffic between clusters is certain: 0 bits.
+        gradient_bits = 0.0
         if not block.expert_parameters:
             gradient_bits = 8 * shape.tensor * job.total_bytes
         # SHARES: kind of compression -> bytes sent for each byte
         gradient_bits *= (1 - 1 / group_ranks) * SHARES[self.prices.rules.compress]
-        # The group with most gradients has at least its share of them. Each of its clusters
-        # receives a whole sum from its peers. The slowest of these clusters is at best the
-        # group_size-th fastest of all.
+        # Any algorithm: some group has at least an equal share of the model's gradients. Each of
+        # its clusters receives their sums from its peers.
         fastest_into_bps = links.into_bps[peers - 1]  # of each cluster, fastest first
         into_bps = fastest_into_bps[group_size - 1]
         sums_s = gradient_bits * group_share / into_bps
-        # A ring of g clusters sends 2 (g - 1) / g of the group's gradients over each link. Its
-        # slowest link is at best the (g - 1)-th fastest of the tree.
+        # Ring: of g clusters, it sends 2 (g - 1) / g of the group's gradients over each link. A
+        # ring contains a tree of g - 1 links. The slowest link of any such tree is no faster than
+        # the (g - 1)-th fastest link of the maximum spanning tree.
         ring_bits = self.ring_bits * 2 * peers / group_size * group_share
         slowest_ring_bps = links.tree_bps[peers - 1]
         return max(sums_s, ring_bits / slowest_ring_bps)
 
     def _activations_s(self, group_size: int, links: BestLinks) -> float:
         """Return the least seconds for all activations over the slowest link between groups.
+
+        All micro-batches of the step pass each link between groups, so the step takes at least the
+        time of the slowest one. Which links a plan uses is open, so the fastest possible set of
+        links is assumed. The i-th cluster of a group sends to the i-th cluster of the next group:
+        groups of g clusters make g chains. Example with groups (a b)(c d): the chains a -> c and
+        b -> d.
 
         Args:
             group_size: Number of clusters that share their stages.
@@ -136,8 +157,9 @@ class ClusterTraffic:
             8 * shape.micro_batches * self.prices.job.block.activation_bytes / shape.tensor
         )
         activation_bits *= self.prices.job.compressed_share(self.prices.rules.compression)
-        # The chains of clusters have cluster_count - group_size links without a cycle. The slowest
-        # of them is at best the last of that many fastest links of the spanning tree.
+        # A chain of k clusters has k - 1 links, so g chains have cluster_count - g links in all.
+        # They form no cycle. Of n links without a cycle, the slowest is no faster than the n-th
+        # fastest link of the maximum spanning tree: tree_bps[n - 1].
         chain_links = self.cluster_count - group_size
         slowest_bps = links.tree_bps[chain_links - 1]
         senders = self.stage_ranks / group_size  # ranks of a stage on one cluster

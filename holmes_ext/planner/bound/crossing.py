@@ -57,13 +57,14 @@ class SharedHop(NamedTuple):
         return (seconds - self.ends_s) / self.block_s
 
     def blocks_beside_first(self, max_layers: Sequence[int], seconds: float) -> float:
-        """Return the most layers of this link's stages with which the first stage ends in time.
+        """Return an upper bound on the layers of this link's stages, from the first stage's deadline.
 
-        The result counts the layers of all stages on the link together. The first stage must send
-        its gradients over the link within `seconds`. Stages on the same nodes (`beside_first`) send
-        at the same time, each at least FAIR = 0.9 times as fast as the first stage. So their layers
-        use up the first stage's time, too. Layers of the link's other stages do not. The first
-        stage's number of layers is open, so every number is tried.
+        The first stage must send its gradients over the link within `seconds`. Stages on the same
+        nodes (`beside_first`) send theirs at the same time, and share the link's rate with it: each
+        sends at least FAIR = 0.9 bytes for every byte of the first stage. So with more layers on
+        these stages the first stage ends later. Layers of the link's other stages do not delay it.
+        The result counts the layers of all stages on the link together. No plan that meets the
+        deadline has more. The first stage's number of layers is open, so every number is tried.
 
         Args:
             max_layers: Most layers of each stage of the model.
@@ -75,7 +76,7 @@ class SharedHop(NamedTuple):
         """
         if 0 not in self.stages:
             return inf
-        # Most layers of the stages that share the link with the first one, the largest first.
+        # Most layers of each stage that shares the link with the first one, the largest first.
         sharing = sorted((max_layers[stage] for stage in self.beside_first if stage), reverse=True)
         all_layers = sum(max_layers[stage] for stage in self.stages)
         # Layers of the other stages on the link. They cost the first stage no time here.
@@ -87,11 +88,13 @@ class SharedHop(NamedTuple):
         return most
 
     def _layers_sharing(self, first_layers: int, sharing: Sequence[int], seconds: float) -> float:
-        """Return the most layers of the stages that share the link with the first stage.
+        """Return an upper bound on the layers of the stages that share the link with the first stage.
 
-        When the first stage's reduction ends, each sharing stage either still sends (a larger stage
-        than the first), or has sent all its gradients (a smaller stage). How many are larger is
-        open, so every number is tried.
+        The first stage must have sent its gradients within `seconds`. At that moment each sharing
+        stage either still sends (a "larger" stage, with more layers than the first), or has sent
+        all its gradients (a "smaller" stage). The larger ones used the link for at least FAIR = 0.9
+        times as long as the first stage; the time that remains limits the layers of the smaller
+        ones. How many stages are larger is open, so every number is tried.
 
         Args:
             first_layers: Layers of the first stage.
@@ -105,15 +108,15 @@ class SharedHop(NamedTuple):
         first_s = first_layers * self.block_s + self.embedding_s
         most = -inf
         for larger in range(len(sharing) + 1):
-            # By then the link was busy for `first_s` with the first stage's gradients, and for at
-            # least FAIR * first_s with those of each larger stage. The smaller stages have the
-            # remaining time.
+            # The link is busy for `first_s` with the first stage's gradients, and for at least
+            # FAIR * first_s with those of each larger stage. The smaller stages have the remaining
+            # time.
             remaining_s = seconds - (1 + FAIR * larger) * first_s
             if remaining_s >= 0:
-                # FAIR makes this number larger, never too small: of the smaller stages' gradients,
-                # at least this share has passed by then.
-                carried = remaining_s / (FAIR * self.block_s)
-                smaller_layers = min(sum(sharing[larger:]), carried)
+                # At least the share FAIR of the smaller stages' gradients has passed in this time:
+                # FAIR * layers * block_s <= remaining_s, solved for the number of layers.
+                most_smaller_layers = remaining_s / (FAIR * self.block_s)
+                smaller_layers = min(sum(sharing[larger:]), most_smaller_layers)
                 most = max(most, sum(sharing[:larger]) + smaller_layers)
         return most
 

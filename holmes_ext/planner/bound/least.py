@@ -106,9 +106,12 @@ class StepLowerBound(PassBounds):
     def _add_update_intervals(self) -> None:
         """Divide the possible seconds of the longest update into intervals.
 
-        An update is a stage's optimizer step and weight gather. With a gradient norm all stages
-        wait for the longest one. How long it is depends on the split of the layers, so the step is
-        bounded for each interval by itself. Without a norm, one interval (0 to inf) is enough.
+        An update is a stage's optimizer step and weight gather. If a gradient norm is summed over
+        all stages (has_norm_barrier), all updates start after that sum, so the longest one adds its
+        whole time to the step. Which stage has it depends on the split of the layers, which is
+        open. The bound for an interval from 1.0 s to 1.1 s assumes 1.0 s for the longest update,
+        and only splits with all updates below 1.1 s. Without a norm, one interval (0 to inf) is
+        enough.
         """
         self.update_intervals = [UpdateInterval(0.0, inf)]
         if not self.has_norm_barrier:
@@ -117,14 +120,15 @@ class StepLowerBound(PassBounds):
         updates = (after.update for after in self.after_backward)
         # Equal stages: ((update, most layers), number of such stages).
         groups = tuple(Counter(zip(updates, self.max_layers)).items())
-        # Shared by all placements of one shape; "levels" is the intervals' name there.
+        # All placements of one shape share this cache.
         cache = self.prices.cached_results
-        if ("levels", groups) not in cache:
+        key = ("update intervals", groups)
+        if key not in cache:
             # The step is estimated: the computation of a stage of mean size with the fastest GPUs.
             mean_layers = self.layer_count / self.stage_count
             step_s = self.micro_batches * mean_layers * min(self.block_s)
-            cache["levels", groups] = update_intervals(groups, self.layer_count, step_s)
-        self.update_intervals = cache["levels", groups]
+            cache[key] = update_intervals(groups, self.layer_count, step_s)
+        self.update_intervals = cache[key]
 
     def seconds(self, reached_s: float = inf) -> float:
         """Return a lower bound on the step time over all splits, in seconds; inf if no split fits.
@@ -181,12 +185,16 @@ class StepLowerBound(PassBounds):
     def first_stage_end_s(self) -> float:
         """Return the least seconds from the first stage's last backward pass to the step's end.
 
-        They are the first stage's exposed reduction, the tied embedding's reduction and the update,
-        for the number of layers of the first stage that makes them shortest. The result is inf if
-        the first stage's memory holds no layer: then no plan has this placement.
+        After this pass come the part of the first stage's gradient reduction that no pass hides,
+        the tied embedding's reduction, and the optimizer step with the gather of the new weights
+        (update). The result is the sum of their times for the number of layers on the first stage
+        that makes it shortest. It is inf if the first stage's memory holds no layer: then no split
+        of the layers is possible.
         """
         if self.max_layers[0] < 1:
             return inf
+        # The longest update of all stages takes at least the start of the first interval: they are
+        # sorted, the shortest first.
         update_s = self.update_intervals[0].least_s if self.update_intervals else 0.0
         choices = range(1, self.max_layers[0] + 1)
         return min(self._after_last_backward_s(0, layers, update_s) for layers in choices)
@@ -238,9 +246,11 @@ class StepLowerBound(PassBounds):
     ) -> list[int] | None:
         """Return the most layers of each stage in a step of `step_s` seconds; None if it is too short.
 
-        The limit of a stage is the largest number of layers with which its part of the step
-        (_stage_step_s) fits in `step_s`. The step is too short if a stage can have no layer, or if
-        the limits sum to fewer layers than the model has.
+        The limit of a stage is the largest number of layers with which its own lower bound on the
+        step (_stage_step_s) is at most `step_s`. The step is too short, so `step_s` is a lower
+        bound on every step, in three cases: a stage can have no layer; the limits sum to fewer
+        layers than the model has; or NICs and links that several stages share cannot carry the
+        gradients of all layers in time.
 
         Args:
             step_s: Seconds that the step may take.
@@ -253,14 +263,13 @@ class StepLowerBound(PassBounds):
         first_end_s = self._after_last_backward_s(0, layers=1, update_s=update_s)
         for stage in range(self.stage_count):
             update = self.after_backward[stage].update
-            limit = update.layers_below(update_limit_s, self.max_layers[stage])
-            limit = min(
-                limit, self.layer_count - (self.stage_count - 1)
-            )  # one for each other stage
+            most_for_update = update.layers_below(update_limit_s, self.max_layers[stage])
+            # Each other stage has at least one layer.
+            limit = min(most_for_update, self.layer_count - (self.stage_count - 1))
             if limit < 1:
                 return None
-            # The stages before are limited already, and more than that would not be valid splits,
-            # so the bound of this stage may rest on their limits.
+            # Every split that takes at most step_s respects the limits of the earlier stages. So
+            # this stage's bound may assume that they have no more layers.
             layers_before = sum(limits)
 
             def stage_step_s(layers: int) -> float:
@@ -281,17 +290,21 @@ class StepLowerBound(PassBounds):
     def _can_reduce_in_time(self, limits: Sequence[int], step_s: float, update_s: float) -> bool:
         """Return whether NICs and links that several stages share can carry their gradients in time.
 
-        Stages on one node share its NIC, others share a link between clusters.
+        Two resources are examined: the NIC of a node that holds several stages, and links between
+        clusters over which several stages reduce. Each carries one stage's gradients after another
+        stage's, so the layers of its stages are limited together.
 
         Args:
             limits: Most layers of every stage.
             step_s: Seconds of the step.
             update_s: Least seconds of the longest update of all stages.
         """
-        for stages in self.stages_of_nodes:
+        for stages in self.stages_of_nodes:  # the stages on each node, if several
             if not self._node_can_reduce(stages, limits, step_s):
                 return False
-        return not self.crossing or self._links_can_reduce(limits, step_s, update_s)
+        if not self.crossing:  # no link between clusters is shared
+            return True
+        return self._links_can_reduce(limits, step_s, update_s)
 
     def _links_can_reduce(self, limits: Sequence[int], step_s: float, update_s: float) -> bool:
         """Return whether the links between clusters can carry the gradients of all layers in time.

@@ -250,26 +250,29 @@ class OrderBounds:
 
         The clusters of a group share stages, and each micro-batch is divided among them. Chain i is
         the path through the i-th cluster of every group; it carries 1 / group_size of each
-        micro-batch. The bound is a sum of three times:
+        micro-batch. The bound adds up events that follow each other in every such order:
 
-            the first activation passes the slowest chain
-            the other activations follow over the slowest link
-            the last gradient comes back, or the reduction between clusters: the longer one
+            1. The first activation passes the slowest chain.
+            2. The other activations follow over the slowest link.
+            3. The last gradient comes back over the chain. Meanwhile groups of several clusters sum
+               their gradients over the links between clusters: the longer of the two counts.
 
-        Groups of one cluster have no such reduction; the work inside clusters and the end of the
-        first stage are added instead. Between groups that are not chosen yet, the best link is
-        assumed.
+        Groups of one cluster sum no gradients between clusters. For them the bound adds the passes
+        inside clusters, and the first stage's work after its last backward pass. It is a lower
+        bound as the best link is assumed between groups that are not chosen yet.
 
         Args:
             groups: First groups of the order.
             group_size: Number of clusters in each group.
         """
-        # A border is a step from a group to the next one.
+        # Borders are the links from one group to the next. Those to groups that are not chosen yet
+        # are open.
         open_borders = len(self.clusters) // group_size - len(groups)
         chains = [[self.links[pair] for pair in zip(chain, chain[1:])] for chain in zip(*groups)]
         # One way: one activation from the first group to the last one. All down: all activations.
         chosen_s = max(_chain_s(chain, group_size) for chain in chains)
         one_way_s = chosen_s + open_borders * self._least_link_s(group_size)
+        # interval_s: seconds between two messages that follow each other on a link
         intervals_s = [link.interval_s for chain in chains for link in chain]
         if open_borders > 0:
             intervals_s.append(self._least_interval_s())
@@ -280,6 +283,8 @@ class OrderBounds:
             return max(messages_s, all_down_s + reduction_s)
         (first,) = groups[0]
         # inside_s: least seconds of a micro-batch's passes, and messages, inside the clusters
+        # After the first stage's last backward pass: its reduction and update, and the all-reduce
+        # of an embedding tied between first and last stage.
         end_s = self.first_stage_end_s[first] + self._least_tied_s(groups, open_borders)
         return self.inside_s + messages_s + end_s
 
@@ -290,7 +295,9 @@ class OrderBounds:
     def _least_link_s(self, group_size: int) -> float:
         """Return the least seconds of 1 / group_size of an activation on any link between clusters.
 
-        The fastest total and the shortest interval may be those of two links: a lower bound for all.
+        A message takes latency and the time of its bytes. The least total time and the least time
+        of the bytes are taken from all links, each by itself. They may belong to two different
+        links, so no real link is faster than the result.
         """
         least = _ClusterLink(
             total_s=min(link.total_s for link in self.links.values()),
@@ -301,8 +308,13 @@ class OrderBounds:
     def _least_tied_s(self, groups: Groups, open_borders: int) -> float:
         """Return the least seconds of the tied embedding's all-reduce, for groups of one cluster.
 
-        It is between the first and the last cluster. If groups are still to be chosen, any cluster
-        that is not used yet may be the last.
+        The first and the last stage both have the tied embedding. So this all-reduce runs between
+        the first and the last cluster of the order. While the last cluster is open, every cluster
+        that is not used yet may be the last, and the least of their times is a lower bound.
+
+        Args:
+            groups: First groups of the order, of one cluster each.
+            open_borders: Number of groups that are not chosen yet; 0: the order is complete.
         """
         (first,) = groups[0]
         last_clusters = list(groups[-1])
@@ -342,9 +354,10 @@ class OrderBounds:
 def _chain_s(links: Sequence[_ClusterLink], group_size: int) -> float:
     """Return the seconds of an activation over the links of a chain, one after the other.
 
-    A chain carries 1 / group_size of each micro-batch. A link's `interval_s` is the time of a whole
-    micro-batch's bytes, which `total_s` contains besides the latency. So the other part of the bytes
-    is saved.
+    A chain carries 1 / group_size of each micro-batch. The times of a link are for a whole one:
+    `total_s` is its latency and the time of the bytes, `interval_s` the time of the bytes alone.
+    Example: of 5 ms in total, 4 ms are for the bytes. With two clusters in a group, half of the
+    bytes go over this chain, and the activation takes 3 ms.
     """
-    saved_share = 1 - 1 / group_size
+    saved_share = 1 - 1 / group_size  # of the bytes, which go over other chains
     return sum(link.total_s - link.interval_s * saved_share for link in links)

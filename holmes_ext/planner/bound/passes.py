@@ -136,29 +136,38 @@ class PassBounds(StageBounds):
     def _pass_times(self, stage: int, layers: int) -> PassTimes:
         """Return the least seconds of all passes of a stage that has `layers` layers.
 
-        A round trip is the time of a micro-batch on the later stages, there and back, for which
-        this stage waits; PassTimes.seconds() adds it. The result is computed once for each number
-        of layers.
+        The result leaves out the stage's waits for round trips: a round trip is the time of a
+        micro-batch on the later stages, there and back. PassTimes.seconds() adds them, as their
+        length is known to the caller only. The result is kept, so that each number of layers is
+        computed once.
         """
         if layers not in self.pass_times[stage]:
             self.pass_times[stage][layers] = self._computed_pass_times(stage, layers)
         return self.pass_times[stage][layers]
 
     def _computed_pass_times(self, stage: int, layers: int) -> PassTimes:
-        """Compute the least seconds of all passes of a stage, without round trips (_pass_times)."""
+        """Compute the least seconds of all passes of a stage, without its waits for round trips.
+
+        A round trip is the time of a micro-batch on the later stages, there and back. A stage with
+        1F1B has at most `warm_up` micro-batches under way, so it waits for one round trip or more.
+        The result has a sum of the stage's own passes and sends for several numbers of round trips.
+        With the round trips added, each is a lower bound, and the caller takes the largest.
+        """
         micro_batches = self.micro_batches
         warm_up = self._warm_up_with(stage, layers)
-        # Sends may block the stage (else 0): a gradient (up), or an activation and a gradient.
+        # Seconds for which sends block the stage (0 if they do not): up is one gradient to the
+        # stage before; both is one gradient, and one activation to the next stage.
         blocked_up_s = self._blocked_up_s(stage)
         blocked_both_s = self._blocked_both_s(stage)
         forward_s = layers * self.forward_s[stage] + self.extra_forward_s[stage]
         pair_s = layers * self.block_s[stage] + self.extra_s[stage]  # a forward and a backward pass
-        # The first backward pass waits for the first micro-batch's round trip. Meanwhile the stage
-        # computes only warm_up - 1 forward passes, which the trip hides. The sum:
-        #   all passes,
-        #   less the hidden forward passes,
-        #   sends of the pairs after the warm-up (an activation and a gradient each),
-        #   sends of the last gradients, all but the very last one
+        # One round trip: the first backward pass waits for the first micro-batch's. Meanwhile the
+        # stage computes only warm_up - 1 forward passes, which the trip hides. The terms:
+        #   all passes
+        #   less the forward passes that the trip hides
+        #   after the warm-up, each pair of passes sends an activation and a gradient
+        #   at the end, warm_up backward passes are left: each sends a gradient, and all of these
+        #   sends but the last one delay a later pass
         one_trip_s = (
             micro_batches * pair_s
             - (warm_up - 1) * forward_s
@@ -169,13 +178,18 @@ class PassBounds(StageBounds):
         def in_rounds(rounds: int) -> float:
             """Return the seconds if the last `rounds` * `warm_up` micro-batches come in rounds.
 
-            A micro-batch begins only when the backward pass of the one `warm_up` before it has
-            ended. So a round takes one pair of passes and one round trip. Before the rounds come
-            the first micro-batch, with a pair and a trip, and `pairs_before` pairs.
+            A pair is a forward and a backward pass of this stage. A micro-batch begins only when
+            the backward pass of the one `warm_up` before it has ended. So a round takes one pair
+            and one round trip. Before the rounds come the first micro-batch, with a pair and a
+            trip, and the pairs of the micro-batches that belong to no round. The round trips are
+            not in the result.
             """
-            pairs_before = micro_batches - 1 - rounds * warm_up
-            blocking_pairs = max(0, pairs_before - 1)
-            return (pairs_before + rounds + 1) * pair_s + blocking_pairs * blocked_both_s
+            pairs_before = micro_batches - 1 - rounds * warm_up  # micro-batches in no round
+            pairs = 1 + pairs_before + rounds
+            # Between two of the pairs before the rounds, the stage sends an activation and a
+            # gradient, which may block it.
+            sends_between = max(0, pairs_before - 1)
+            return pairs * pair_s + sends_between * blocked_both_s
 
         # The time is linear in the number of rounds: the fewest and the most give the largest
         # bounds.

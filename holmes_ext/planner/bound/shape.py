@@ -54,7 +54,7 @@ class ShapeBound:
         self.job = prices.job
         self.stage_ranks = network.world // shape.pipeline
         self.sizes = shape.sizes().complete(network.world)
-        #: Ranks of each node type.
+        #: Ranks of each node type, which is a cluster.
         self.ranks = [len(names) * width for names, width in zip(network.names, network.widths)]
 
     @property
@@ -102,7 +102,7 @@ class ShapeBound:
         """
         layers = self.job.blocks
         micro_batches = self.shape.micro_batches
-        warm_up = self._largest_warm_up()
+        warm_up = self._largest_warm_up()  # micro-batches begun before the first backward pass
         # Seconds in which all stages together compute one micro-batch, if none is idle. Each node
         # type computes count / both_s blocks in a second.
         blocks_per_s = sum(count / block.both_s for count, block in zip(stage_counts, times))
@@ -115,8 +115,10 @@ class ShapeBound:
 
         # Bound 1: all passes on all stages, which are never idle.
         compute_s = micro_batches * micro_batch_s
-        # Bound 2: the first micro-batch's round trip, and the passes that it cannot hide.
-        with_round_trip_s = round_trip_s + self._passes_beside_trip(times, warm_up) * micro_batch_s
+        # Bound 2: the first micro-batch's round trip, and then the passes of the other micro-batches,
+        # except those forward passes that stages can compute during the trip.
+        micro_batches_outside_trip = self._passes_outside_trip(times, warm_up)
+        with_round_trip_s = round_trip_s + micro_batches_outside_trip * micro_batch_s
         # Bound 3: a stage has at most warm_up micro-batches under way, so each round of that many
         # takes a round trip.
         rounds = (micro_batches - 1) // warm_up + 1
@@ -143,11 +145,14 @@ class ShapeBound:
             return micro_batches
         return min(self.shape.pipeline, micro_batches)
 
-    def _passes_beside_trip(self, times: Sequence[_BlockTimes], warm_up: int) -> float:
-        """Return how many micro-batches a stage computes before or after the first round trip.
+    def _passes_outside_trip(self, times: Sequence[_BlockTimes], warm_up: int) -> float:
+        """Return the least work of a stage outside the first round trip, in micro-batches.
 
-        While the first micro-batch passes the other stages, a stage can compute only the warm_up - 1
-        next forward passes. These are a share of their micro-batches' work: about a third.
+        The first micro-batch goes through all stages and back: the round trip. Meanwhile a stage
+        can compute only the forward passes of the next warm_up - 1 micro-batches. A forward pass is
+        about a third of a micro-batch's work (both passes). So with 8 micro-batches and a warm-up of
+        4, at most 3 * 1/3 = 1 of the other 7 is computed during the trip, and 6 remain. The share is
+        rounded up by FORWARD_SHARE_MARGIN, so the result is never too large for a lower bound.
 
         Args:
             times: Times of a block (transformer layer) on each node type.
@@ -316,7 +321,8 @@ class ShapeBound:
     def stage_link_s(self, latency: bool = True) -> float:
         """Return the least seconds for an activation from a stage to the next.
 
-        The fastest network counts. The bound is 0 if neighbouring stages may share a node.
+        Which nodes hold the stages is open, so the network with the shortest time is assumed. The
+        bound is 0 if neighbouring stages may share a node.
 
         Args:
             latency: Count the latency, not only the bytes.
@@ -324,9 +330,11 @@ class ShapeBound:
         if self.shape.pipeline == 1 or self._stages_may_share_node():
             return 0.0
         message_bytes = self.job.block.activation_bytes
-        # Over Ethernet, tensor parallel ranks send a slice of the message each, and it may be
-        # compressed. `slices` depends on the parallel sizes only, so the placement needs no nodes.
-        slices = self.prices.slices(Placement(self.sizes, self.network.processes, node_runs=()))
+        # Over Ethernet, each tensor parallel rank sends one slice of the message, as all of them
+        # have the same activation. It may be compressed, too.
+        # The number of slices depends on the parallel sizes only: a placement without nodes will do.
+        without_nodes = Placement(self.sizes, self.network.processes, node_runs=())
+        slices = self.prices.slices(without_nodes)
         ethernet_share = self.job.compressed_share(self.prices.rules.compression) / slices
         key = ("stage_link", message_bytes, ethernet_share, latency)
         # remember(): computed once for each key
@@ -353,9 +361,12 @@ class ShapeBound:
     def _fastest_send_s(self, message_bytes: float, ethernet_share: float, latency: bool) -> float:
         """Return the seconds in which a node's ranks send a message each, on the best network.
 
+        Over Ethernet, tensor parallel ranks do not all send the same activation: each sends a slice
+        of it, which may be compressed. Over fast networks each rank sends the whole message.
+
         Args:
             message_bytes: Bytes of a message.
-            ethernet_share: Part of the message that a rank sends if the network is Ethernet.
+            ethernet_share: Bytes that a rank sends over Ethernet / bytes of the message.
             latency: Count the latency, not only the bytes.
         """
         network = self.network
@@ -377,9 +388,14 @@ class ShapeBound:
     def _reduction_s(self, node_type: int) -> float:
         """Return the least seconds in which a stage reduces the gradients of one layer (block).
 
-        It is the less of two rings: inside the cluster, as part of a hierarchical all-reduce, or
-        among all ranks of a data parallel group. How many ranks of a group are in this cluster is
-        open; an equal number in each cluster is assumed, which is the cheapest case.
+        A plan reduces them in one of two ways. A hierarchical all-reduce contains a ring inside
+        this cluster; otherwise one ring has all ranks of the data parallel group. The result is the
+        time of the faster ring, so it is a lower bound for both ways. How many ranks of a group are
+        in this cluster is open; an equal number in each cluster is assumed, the cheapest case.
+
+        The result is 0, which means no bound, in three cases: ZeRO 2 and 3 reduce earlier in the
+        step; stages that do not fill nodes may have data parallel groups inside a node, without
+        network traffic; and with a WAN, crossing_s() bounds the traffic.
 
         Args:
             node_type: Number of the cluster, which has some of the stage's ranks.
@@ -388,8 +404,6 @@ class ShapeBound:
         network = self.network
         if shape.zero > 1:  # ZeRO 2 and 3 sum the gradients of each micro-batch, not once a step
             return 0.0
-        # Stages that do not fill nodes share them, and may have groups inside a node, which cost
-        # nothing here. With a WAN, crossing_s() has the bound.
         shares_nodes = any(self.stage_ranks % width for width in network.widths)
         if shares_nodes or network.wan:
             return 0.0
@@ -406,7 +420,7 @@ class ShapeBound:
             return self._ring_byte_s(fabric, ranks, rings_on_node)
 
         def least_byte_s() -> float:
-            """Return the seconds for each byte of gradients, by the cheaper of the two rings."""
+            """Return the seconds for a byte of gradients in the faster ring: inside or across clusters."""
             ranks_inside = max(1, group_ranks // len(node_types))
             inside_s = ring_byte_s(network.fabric([node_type]), ranks_inside)
             across_s = ring_byte_s(network.fabric(node_types), group_ranks)
@@ -431,13 +445,18 @@ class ShapeBound:
         return 8 * sent_bytes * rings_on_node / self.network.line(fabric).rate_bps
 
     def crossing_s(self) -> float:
-        """Return a lower bound on the step time from the traffic between clusters, in seconds."""
+        """Return a lower bound on the step time from the traffic between clusters, in seconds.
+
+        Activations or gradients must pass the links between clusters, wherever the stages lie. The
+        step takes at least the time of the slowest link. Only clusters over a WAN have this bound;
+        else it is 0.
+        """
         traffic = ClusterTraffic(
             self.network,
             self.prices,
             self.shape,
-            cluster_ranks=self.ranks,  # a node type is a cluster
-            ring_bits=self.ring_bits,
+            cluster_ranks=self.ranks,
+            ring_bits=self.ring_bits,  # of gradients that ring all-reduces sum between clusters
         )
         return traffic.seconds()
 

@@ -106,7 +106,8 @@ class StageBounds:
         """Set the lower bounds on messages, reductions and the work after the last backward pass.
 
         They become attributes of this object: lists with one entry for each stage, or for each
-        stage but the last one (messages to the next stage).
+        stage but the last one (messages to the next stage). Two flags that the bounds on the step
+        need are set, too: is_homogeneous and has_norm_barrier.
         """
         self._bound_messages()
         self._bound_reductions()
@@ -114,14 +115,15 @@ class StageBounds:
         self.is_homogeneous = len({*zip(self.forward_s, self.backward_s)}) == 1
         #: The gradient norm is summed over all stages before any optimizer step.
         self.has_norm_barrier = self.run.engine.norm and self.stage_count > 1
-        #: All-reduce of a tied embedding's gradient, between first and last stage.
+        #: All-reduce of a tied embedding's gradient, between first and last stage. Without a norm
+        #: it is left out: 0 is always a valid lower bound.
         self.tied_s = [0.0] * self.stage_count
         if self.has_norm_barrier and self.prices.job.tied_bytes:
             self.tied_s[0] = self.tied_s[-1] = self._tied_all_reduce_s()
 
     def _bound_messages(self) -> None:
         """Set the lower bounds on the messages between stages."""
-        #: Sends do not block, and as many micro-batches are in flight as hide the stage links.
+        #: Sends do not block, and stages begin so many micro-batches that passes hide the messages.
         self.async_stage_links = self.costs.link_load_s is not None
         #: Index, among the ranks of a stage, of the ranks whose pipeline has the slowest messages.
         self.slowest_rank_index, messages = slowest_messages(
@@ -132,7 +134,7 @@ class StageBounds:
         to_next_stage = messages[:-1]
         #: Seconds from sending an activation on stage s to its arrival on stage s + 1.
         self.stage_links_s = [message.total_s for message in to_next_stage]
-        #: Seconds between messages that follow each other on the stage link below the stage.
+        #: Seconds between messages that follow each other on the link to the next stage.
         self.interval_s = [message.interval_s for message in to_next_stage]
         # POSTED: the framework itself sends without waiting for the receiver.
         sends_block = not self.async_stage_links and self.run.engine.sends != POSTED
@@ -147,14 +149,15 @@ class StageBounds:
         #: The same if the reduction uses that NIC, too (AfterBackward.shared_nic_block_s); else 0.
         self.shared_nic_busy_s = []
         for stage, (busy_s, message) in enumerate(zip(self.nic_busy_s, messages)):
+            # Each fabric has its own NICs, and shared_nic_block_s is for those of this fabric.
             is_shared = message.fabric == self._fabric_inside_cluster(stage)
             self.shared_nic_busy_s.append(busy_s if is_shared else 0.0)
 
     def _bound_reductions(self) -> None:
         """Set the lower bounds on the work after the last backward pass."""
         scatter_share = REDUCE_SCATTER_SHARE if self.run.engine.scatters else 1.0
-        #: Share of an all-reduce's traffic that summing the gradients causes once a step. ZeRO 2
-        #: and 3 sum them for every micro-batch instead.
+        #: Traffic of the sum of gradients at the step's end, divided by that of an all-reduce: half
+        #: for a reduce-scatter (ZeRO 1), 0 if each micro-batch sums its own (ZeRO 2 and 3).
         self.all_reduce_share = (1.0, scatter_share, 0.0, 0.0)[self.run.zero]  # ZeRO 0, 1, 2 and 3
         stages = range(self.stage_count)
         self.after_backward = [self._after_backward(stage) for stage in stages]
@@ -176,9 +179,7 @@ class StageBounds:
         layers is assumed.
         """
         result = [self.stage_count - stage for stage in range(self.stage_count)]  # 1F1B
-        if (
-            self.costs.link_load_s is None
-        ):  # the framework's own schedule, which hides no stage links
+        if self.costs.link_load_s is None:  # the framework's own schedule: stage links not hidden
             return result
         # transfer_s: seconds after embedding, block and output layer, on each stage link.
         stage_links_s = []  # seconds of a block's activation on each stage link

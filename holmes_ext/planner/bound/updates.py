@@ -55,8 +55,15 @@ def update_intervals(
 ) -> list[UpdateInterval]:
     """Return the intervals in which the longest update of all stages may lie, shortest first.
 
+    An update is a stage's optimizer step and the gather of its new weights; it takes longer the
+    more layers the stage has. The step is bounded for each interval, with its start as the time of
+    the longest update. Narrow intervals make these bounds tight, and wide ones make them few. So
+    the width is 1 % of the step (SHARE_OF_STEP) or 10 % of the interval's start (SHARE_OF_UPDATE),
+    whichever is wider.
+
     Args:
-        groups: The stages, equal ones together.
+        groups: Of each set of equal stages: ((seconds of an update, most layers), number of
+            stages).
         layer_count: Layers of the model.
         step_s: Estimate of the step time, in seconds.
     """
@@ -65,7 +72,7 @@ def update_intervals(
     start = 0
     while start < len(seconds):
         width_s = max(SHARE_OF_STEP * step_s, SHARE_OF_UPDATE * seconds[start])
-        end = bisect_right(seconds, seconds[start] + width_s)
+        end = bisect_right(seconds, seconds[start] + width_s)  # first index after the interval
         limit_s = seconds[end] if end < len(seconds) else inf
         # If the stages cannot hold all layers with updates below the limit, then every split has
         # a longer update, and the longest one is never in this interval.
@@ -76,7 +83,15 @@ def update_intervals(
 
 
 def _possible_updates_s(groups: Sequence[StageGroup]) -> list[float]:
-    """Return the seconds that an update of a stage can take, sorted: one value per number of layers."""
+    """Return all times that an update of some stage can take, sorted, in seconds.
+
+    An update is a stage's optimizer step and the gather of its new weights. Its time depends on the
+    stage's number of layers, so each stage adds a time for every number that its memory allows.
+
+    Args:
+        groups: Of each set of equal stages: ((seconds of an update, most layers), number of
+            stages).
+    """
     possible_s = set()
     for (update, max_layers), _ in groups:
         for layers in range(1, max_layers + 1):
@@ -85,7 +100,16 @@ def _possible_updates_s(groups: Sequence[StageGroup]) -> list[float]:
 
 
 def _layers_below(limit_s: float, groups: Sequence[StageGroup]) -> int:
-    """Return how many layers all stages hold at most if every update takes less than `limit_s` seconds."""
+    """Return the most layers that all stages together can hold if no update takes `limit_s` seconds.
+
+    An update is a stage's optimizer step and the gather of its new weights. It takes longer the
+    more layers the stage has, so the limit is also one on the layers of each stage.
+
+    Args:
+        limit_s: Seconds that every stage's update must stay below.
+        groups: Of each set of equal stages: ((seconds of an update, most layers), number of
+            stages).
+    """
     most_layers = 0
     for (update, max_layers), stages in groups:
         layers = update.layers_below(limit_s, max_layers)
