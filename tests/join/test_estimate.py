@@ -249,8 +249,9 @@ def test_a_row_stands_only_where_the_loss_is_known():
     assert [len(beside_of(jobs, 1.0).choices()) for jobs in (2, 3, 4)] == [3, 2, 3]
 
 
-def test_nothing_is_recommended_from_an_unfinished_search(capsys):
+def test_nothing_is_recommended_from_an_unfinished_search(capsys, monkeypatch):
     """The searches are named, their rows are marked, and no flags are printed."""
+    monkeypatch.setenv("COLUMNS", "200")  # no name in the table is wrapped
     whole = beside_of(2, 1.0)
     cut = JoinedForecast(whole.rounds, 100, 1.0, unfinished=("b",), is_spanning_job_unfinished=True)
     cut.show()
