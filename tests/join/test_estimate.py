@@ -203,7 +203,7 @@ def test_holmes_plan_joined(tmp_path, capsys):
             str(tmp_path / "model.toml"),
         ]
         found.append(
-            (main([*arguments, "--joined", "--seconds", "2", *options]), *capsys.readouterr())
+            (main([*arguments, "--joined", "--seconds", "1", *options]), *capsys.readouterr())
         )
     assert found[1][0] == 2 and "--joined needs two clusters or more; it has 1" in found[1][2]
     assert found[0][0] == 0

@@ -186,6 +186,7 @@ MEGATRON_LM = {
 printed: dict[str, list[str]] = {}
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize("name", MEGATRON_LM)
 def test_printed_command_of_megatron_lm_has_the_promised_step(capsys, monkeypatch, tmp_path, name):
     command, limits, gone = MEGATRON_LM[name]
@@ -243,6 +244,7 @@ print(json.dumps(problems))
 """
 
 
+@pytest.mark.full(share=4)
 def test_megatron_lm_accepts_the_printed_commands(tmp_path):
     """Its own validate_args() ends with an error for flags that do not go together."""
     folder = str(checkout_or_skip("Megatron-LM"))
@@ -328,6 +330,7 @@ MEGATRON_DEEPSPEED = {
 }
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize("name", MEGATRON_DEEPSPEED)
 def test_printed_command_and_ds_config_have_the_promised_step(capsys, monkeypatch, tmp_path, name):
     command, config, limits, gone = MEGATRON_DEEPSPEED[name]
@@ -351,6 +354,7 @@ DEEPSPEED_SCRIPTS = {
 }
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize("name", DEEPSPEED_SCRIPTS)
 def test_printed_command_of_a_deepspeed_script_has_the_promised_step(
     capsys, monkeypatch, tmp_path, name

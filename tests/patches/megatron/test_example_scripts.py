@@ -58,6 +58,7 @@ def test_scripts_give_their_launchers_command_lines(checkout, tmp_path, monkeypa
     )
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize("name, minimum", [("Megatron-LM", 15), ("Megatron-DeepSpeed", 60)])
 def test_every_example_script_is_read_whole(name, minimum, tmp_path):
     """holmes knows all flags in a checkout's scripts, and reads a model from at least `minimum` scripts."""

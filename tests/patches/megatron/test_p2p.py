@@ -112,6 +112,7 @@ def planned(seed):
     return site, build_plan(site, random_sites.sizes(rng, site.world_size))
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize("stage_links", [False, True], ids=["", "stage_links"])
 @pytest.mark.parametrize("ring", [False, True], ids=["plain", "interleaved"])
 def test_a_group_that_one_rank_sends_batches_over_is_used_by_all_its_ranks(used, ring, stage_links):

@@ -90,6 +90,7 @@ def test_the_winner_is_exhaustive_searchs(ethernet, overlap, flops):
     assert times == sorted(times) and found.best.step_s == times[0]
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize("memory", [250e6, 330e6, 500e6])
 def test_the_winner_fits_the_memory(memory):
     limits = Limits(memory_bytes=memory)
@@ -137,6 +138,7 @@ def test_nodes_follow_the_placement():
         assert sorted(found.network.nodes(one.placement)) == ["a0", "a1", "b0", "b1"]
 
 
+@pytest.mark.full(share=4)
 def test_a_time_limit_leaves_a_true_bound():
     full = search(small(), MODEL, 16, prove=True)
     cut = search(small(), MODEL, 16, seconds=0.0, prove=True)

@@ -123,6 +123,7 @@ def messages(log):
     return [entry for entry in log if not isinstance(entry, tuple)]
 
 
+@pytest.mark.full(share=4)
 @pytest.mark.parametrize("bound", [False, True])
 def test_each_launch_may_wait_for_the_one_before_it(bound, monkeypatch):
     for seed in SEEDS:

@@ -6,6 +6,8 @@ All ways are forked from one process that has imported torch: an import takes lo
 import subprocess
 import sys
 
+import pytest
+
 #: Prints the way to die and its exit status for each way. Children run the job under holmes.
 PROGRAM = """
 import os, sys, tempfile
@@ -54,6 +56,7 @@ sys.exit(holmes.main())
 """
 
 
+@pytest.mark.full(share=4)
 def test_a_job_that_dies_ends_with_its_own_status():
     command = [sys.executable, "-c", PROGRAM]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240)
