@@ -29,7 +29,8 @@ from carriers import EMULATED
 from sysfs_builder import Sysfs
 
 from holmes_ext.cluster.addresses import egress_interface
-from holmes_ext.cluster.nccl import file_settings, net_plugin, why_no_verbs
+from holmes_ext.cluster.nccl import file_settings, why_no_verbs
+from holmes_ext.cluster.net_plugin import find_net_plugin
 from holmes_ext.doctor.nccl import installed_nccl
 from integration_tests.nccl.debug_lines import Said, read
 
@@ -67,7 +68,7 @@ def machine() -> dict:
         "gpus": gpus,
         "hcas": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
         "no verbs": why_no_verbs(os.environ),
-        "plugin": net_plugin(os.environ),
+        "plugin": find_net_plugin(os.environ, os.environ.get("NCCL_NET_PLUGIN")).path,
         "files": file_settings(os.environ),
         "variables": variables,
     }
