@@ -60,6 +60,7 @@ def test_deepspeeds_pipeline_learns(far_apart, tmp_path, capsys):
     assert main([*command, "--profile", str(model), *output]) == 0
 
 
+@pytest.mark.full(share=4)
 def test_megatron_core_learns(far_apart, tmp_path):
     split = {"pipeline 2": f"--pipeline 2 --micro-batches 8 --steps {STEPS}"}
     runs = []

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 
+import pytest
 from clusters import toml
 
 from holmes_ext.report.files import load
@@ -43,6 +44,7 @@ class Changes(threading.Thread):
         return len(self.log.read_text().splitlines()) if self.log.exists() else 0
 
 
+@pytest.mark.full(share=4)
 def test_the_plan_follows_what_changes(two_nodes, tmp_path):
     lab = two_nodes.lab
     throttle = tmp_path / "throttle.json"

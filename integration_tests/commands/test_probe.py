@@ -54,6 +54,7 @@ def probe(tmp_path):
     return run, file, text
 
 
+@pytest.mark.full(share=4)
 def test_every_fabric_gets_its_curves(probe):
     run, file, text = probe
     dry = run("--dry-run")

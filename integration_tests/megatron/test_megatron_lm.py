@@ -133,6 +133,7 @@ def test_losses_are_stocks_and_gradients_leave_ethernet(two_clusters, environmen
         assert fast > 0.3 * stock[1][node]["eth0"], (node, nics)
 
 
+@pytest.mark.full(share=4)
 def test_a_checkpoint_of_another_plan_is_told_and_resumed(
     two_clusters, environment, stock, tmp_path
 ):
@@ -166,6 +167,7 @@ def test_help_shows_the_flags(two_clusters, environment):
     assert "\nholmes:\n" in text and "--holmes-cluster" in text and "--holmes-plan" in text
 
 
+@pytest.mark.full(share=4)
 def test_a_checkpoint_of_another_model_is_one_line(two_clusters, environment, tmp_path):
     """A job that loads a checkpoint of a model with other shapes ends with a message without a traceback."""
     checkpoint = str(tmp_path / "saved")

@@ -21,6 +21,7 @@ def command(micro_batch):
     return [*TRAINER, "--micro-batch", str(micro_batch), "--micro-batches", "2"]
 
 
+@pytest.mark.full(share=4)
 def test_trainers_of_different_sizes_train_alike(tmp_path):
     """Jobs that read the same data have the same pseudo-gradients and losses."""
     east, west = run(tmp_path, (2, command(2)), (1, command(4)), OUTER)
