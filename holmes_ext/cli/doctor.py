@@ -55,7 +55,7 @@ from holmes_ext.patches import all_patches, installed_versions
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start import launcher
 from holmes_ext.units import format_rate
-from holmes_ext.words import some_of
+from holmes_ext.words import counted, some_of
 
 _EPILOG = """\
 Several nodes are compared in one of three ways:
@@ -436,7 +436,7 @@ def _print_report(checks: Sequence[NodeCheck], differences: Sequence[Finding]) -
     levels: Counter[str] = Counter()
     for finding, names in nodes_of_finding.items():
         levels[finding.level] += len(names)
-    counts = ", ".join(_number_with_noun(levels[level], level) for level in ("problem", "note"))
+    counts = ", ".join(counted(levels[level], level) for level in ("problem", "note"))
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
     nodes = f"{len(checks)} nodes" if len(checks) > 1 else f"node {first.node.name}"
     screen.line(f"holmes doctor: {nodes} ({versions}): {counts}")
@@ -456,11 +456,6 @@ def _print_finding(screen: Screen, finding: Finding, nodes: Sequence[str]) -> No
     line.append(f"{finding.about}: {finding.what}", "")
     screen.line(line)
     screen.line(f"    why: {finding.why}\n    fix: {finding.mend}")
-
-
-def _number_with_noun(number: int, noun: str) -> str:
-    """Return a number with a noun in singular or plural: "1 note", "2 notes"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 #: Columns of the table of nodes.

@@ -13,7 +13,7 @@ from math import prod
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.doctor.launch import LaunchedNodes
-from holmes_ext.words import some_of
+from holmes_ext.words import counted, some_of
 
 _MOST_NAMED = 4  # hosts that a finding lists
 _ENDS = "the job ends at start-up"
@@ -134,7 +134,7 @@ def _check_node_count(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Iter
     if count > total:
         yield problem(
             flag,
-            what=f"is {count}, but the clusters have {total} {'node' if total == 1 else 'nodes'}",
+            what=f"is {count}, but the clusters have {counted(total, 'node')}",
             why=_WAITS,
             mend=f"add the nodes to a cluster in {spec.source}, or start fewer",
         )
@@ -195,7 +195,7 @@ def _check_slots(launch: LaunchedNodes, spec: SiteSpec, started_each: int) -> It
             expected = " or ".join(str(size) for size in sorted(sizes))
             yield problem(
                 launch.host_flag,
-                what=f"starts {count} {'process' if count == 1 else 'processes'} on {host}, but key "
+                what=f"starts {counted(count, 'process')} on {host}, but key "
                 f"'processes' is {expected} {where}",
                 why=_ENDS,
                 mend="make the slots and the key agree",
@@ -236,8 +236,8 @@ def _check_processes(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Itera
         if wrong and not is_of_some_node:
             yield problem(
                 " x ".join(flags),
-                what=f"is {processes}, but node {wrong[0].nodes[0]} has {wrong[0].processes} "
-                f"{'process' if wrong[0].processes == 1 else 'processes'} in {spec.source}",
+                what=f"is {processes}, but node {wrong[0].nodes[0]} has "
+                f"{counted(wrong[0].processes, 'process')} in {spec.source}",
                 why=_ENDS,
                 mend="make them agree (key 'processes')",
             )

@@ -3,13 +3,13 @@
 Checked are the flags, the limits of each framework, and that both Megatrons' own parsers accept them.
 """
 
-import os
 import subprocess
 import sys
 from dataclasses import replace
 from math import inf
 
 import pytest
+from absent_modules import child_environment
 from checkouts import checkout_or_skip
 from clusters import example
 
@@ -131,28 +131,8 @@ import os
 # not on the command line: --holmes there would switch holmes on
 kind, flags = sys.argv[2], os.environ["TEST_FLAGS"].split()
 sys.argv = ["pretrain_gpt.py"]
-import importlib.abc, importlib.machinery, typing
-typing.override = getattr(typing, "override", lambda method: method)  # Python < 3.12
-from unittest.mock import MagicMock
-NAMES = ("transformers", "torchvision", "sentencepiece", "tiktoken", "triton", "pybind11", "six")
-
-# what is imported beside, and this environment lacks
-class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path=None, target=None):
-        ours = name.split(".")[0] in NAMES or name.startswith("deepspeed.compression")
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if ours else None
-    def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__path__, module.__version__ = [], "3.0.0"
-        def mock(name):
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return MagicMock()
-        module.__getattr__ = mock
-        return module
-    def exec_module(self, module):
-        pass
-sys.meta_path.append(Absent())
+from absent_modules import stand_in_for_absent_modules
+stand_in_for_absent_modules()
 if kind == "lm":
     from megatron.training.arguments import add_megatron_arguments
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -183,15 +163,7 @@ print(sorted(set(unknown)), found.tensor_model_parallel_size, found.pipeline_mod
 
 
 def parsed(kind, folder, flags):
-    environ = {
-        **os.environ,
-        "TORCHDYNAMO_DISABLE": "1",
-        "TORCHINDUCTOR_TLX_MODE": "off",  # torch 2.15 would ask Triton, which is a stand-in here
-        "DS_ACCELERATOR": "cpu",
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "TEST_FLAGS": " ".join(flags),
-    }
+    environ = child_environment(DS_ACCELERATOR="cpu", WORLD_SIZE="1", TEST_FLAGS=" ".join(flags))
     done = subprocess.run(
         [sys.executable, "-c", PARSE, folder, kind],
         capture_output=True,

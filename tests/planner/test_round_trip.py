@@ -5,12 +5,12 @@ predicts the step of this new command. Both steps must have the same printed dig
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from absent_modules import child_environment
 from checkouts import checkout_or_skip
 
 from holmes_ext.cli.main import main
@@ -199,29 +199,11 @@ def test_printed_command_of_megatron_lm_has_the_promised_step(capsys, monkeypatc
 
 
 VALIDATE = """
-import argparse, importlib.abc, importlib.machinery, json, os, sys, types, typing
+import argparse, json, os, sys
 from unittest.mock import MagicMock
 sys.path.insert(0, sys.argv[1])
-typing.override = getattr(typing, "override", lambda method: method)  # Python < 3.12
-NAMES = ("transformers", "torchvision", "sentencepiece", "tiktoken", "triton", "pybind11", "six")
-
-# what is imported beside, and this environment lacks
-class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path=None, target=None):
-        is_absent = name.split(".")[0] in NAMES
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_absent else None
-    def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__path__, module.__version__ = [], "3.0.0"
-        def mock(name):
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return MagicMock()
-        module.__getattr__ = mock
-        return module
-    def exec_module(self, module):
-        pass
-sys.meta_path.append(Absent())
+from absent_modules import stand_in_for_absent_modules
+stand_in_for_absent_modules()
 import torch
 torch.cuda.get_device_capability = lambda *given: (8, 0)
 torch.cuda.get_device_properties = lambda *given: MagicMock(major=8, minor=0)
@@ -253,15 +235,9 @@ def test_megatron_lm_accepts_the_printed_commands(tmp_path):
     }
     if not commands:
         pytest.skip("the tests that print the commands have not run in this process")
-    environment = {
-        **os.environ,
-        "TORCHDYNAMO_DISABLE": "1",
-        "TORCHINDUCTOR_TLX_MODE": "off",  # torch 2.15 would ask Triton, which is a stand-in here
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "RANK": "0",
-        "WORLD_SIZE": "8",
-        "TEST_COMMANDS": json.dumps(commands),
-    }
+    environment = child_environment(
+        CUDA_DEVICE_MAX_CONNECTIONS="1", WORLD_SIZE="8", TEST_COMMANDS=json.dumps(commands)
+    )
     done = subprocess.run(
         [sys.executable, "-c", VALIDATE, folder],
         capture_output=True,

@@ -23,7 +23,7 @@ from holmes_ext.plan.shape import Shape, shape_of
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.launch_flags import limited
 from holmes_ext.planner.search.as_plan import layout_candidate
-from holmes_ext.planner.search.evaluate import Evaluator, crossing_groups
+from holmes_ext.planner.search.evaluate import Evaluator, is_allowed
 from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult
 from holmes_ext.planner.search.simulated import in_passes, timed
 from holmes_ext.planner.search.space import Limits, parse_limits
@@ -168,22 +168,7 @@ def compared(result: SearchResult, limits: Limits) -> SearchResult:
 
 def is_within(limits: Limits, layout: Candidate) -> bool:
     """Return whether the user's limits on the search (--limit) allow the user's own layout."""
-    shape = layout.shape
-    values = {
-        "tensor": shape.tensor,
-        "pipeline": shape.pipeline,
-        "data": shape.data,
-        "context": shape.context,
-        "expert": shape.expert,
-        "virtual": shape.virtual,
-        "micro_batch": shape.micro_batch,
-        "recompute": shape.recompute,
-        "zero": shape.zero,
-        "replicas": shape.replicas,
-        "order": layout.placement.sizes.order,
-        "clusters": crossing_groups(layout.placement),
-    }
-    return all(limits.of(name, [value]) for name, value in values.items())
+    return limits.allow_shape(layout.shape) and is_allowed(limits, layout.placement)
 
 
 def nearest_to(result: SearchResult, layout: Candidate) -> Candidate | None:
