@@ -60,7 +60,7 @@ DEEPSPEED_OF_BLOOM = "0.14.4"
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A training run whose step time, and perhaps memory, was published."""
+    """Published training run: its flags, its step time, and its memory if that was published."""
 
     name: str
     flags: str  # of Megatron-LM or Megatron-DeepSpeed

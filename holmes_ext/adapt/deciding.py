@@ -169,7 +169,7 @@ class Deciding:
             # False if the user has fixed the number, or if the engine cannot change it in a job.
             if not reductions_on_trial and can_change_in_flight(self.current):
                 change = self.in_flight_evaluator.next(measured_plan, step_s)
-                # Print the effect of the earlier change whose trial next() has ended, if any.
+                # next() may have ended the trial of an earlier change. If so, print the effect of the change.
                 self._tell_ended(self.in_flight_evaluator.trials)
                 if change is not None:
                     # taken() calls this if all ranks adopt the change: its trial begins.

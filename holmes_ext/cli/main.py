@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
         or if the disk is full: a line was printed. 130 after Ctrl-C.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    # A command of a process of its own began with the process.
+    # Without `argv`, the command is the whole process, so its time limit counts from the process's start.
     begin = _process_begin() if argv is None else time.monotonic()
     try:
         try:

@@ -29,7 +29,7 @@ class Accelerator:
     memory_bytes: float = 0.0
     link_bps: float = 0.0  # bits/s to the other GPUs of the node, each way
     #: FLOP/s of whole training steps, waits included: the FLOPs of a step / GPUs / seconds of the step.
-    #: model_flops does not count what is computed again (MFU); hardware_flops does (HFU).
+    #: model_flops leaves recomputed activations out (MFU); hardware_flops counts them, too (HFU).
     model_flops: float = 0.0
     hardware_flops: float = 0.0
 
@@ -100,7 +100,7 @@ KNOWN_GPUS = {
     "RTX A6000": _from_sheet(155, memory_gb=48),
     "RTX 6000 Ada": _from_sheet(364, memory_gb=48),
     "RTX PRO 6000": _from_sheet(503, memory_gb=96),
-    # AMD. A MI250X has two GPUs (dies), each of which is a device of its own.
+    # GPUs of AMD. Each of the two dies of a MI250X counts as a GPU.
     "MI210": _from_sheet(181, memory_gb=64),
     "MI250": _from_sheet(181, memory_gb=64, link_gbytes=50),
     "MI250X": _from_sheet(191.5, memory_gb=64, link_gbytes=50),
@@ -122,7 +122,7 @@ _FORMS = {
     ("V100", "PCIE"): _from_sheet(112, memory_gb=16),
     ("H20", "3E"): _from_sheet(148, memory_gb=141, link_gbytes=450),
 }
-#: Forms of cards in PCIe slots, whose GPUs have no link to all others of the node.
+#: Forms of cards in PCIe slots. Their GPUs have no NVLink to all other GPUs of the node.
 _CARD_FORMS = ("PCIE", "NVL", "ACTIVE")
 #: Spellings of models that people and schedulers use -> the model.
 _ALIASES = {

@@ -268,7 +268,7 @@ def _missing_libraries(path: str, environ: Mapping[str, str]) -> str:
         path: File of the plugin.
         environ: Environment of the process that uses NCCL, for LD_LIBRARY_PATH.
     """
-    # As ldd(1) does: with this variable, the loader lists the libraries and runs none of them.
+    # With this variable, the loader lists the libraries and runs none of them. ldd(1) uses it, too.
     tracing = {**environ, "LD_TRACE_LOADED_OBJECTS": "1"}
     tracing.pop("LD_PRELOAD", None)
     try:

@@ -364,7 +364,7 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
             for nic in nics_of_kind(nics, kind, report.ethernet):
                 nics_of_nodes = by_subnet.setdefault(subnet_of(report, nic, kind), {})
                 nics_of_nodes.setdefault(report.name, []).append(nic)
-    check_subnets(by_subnet)  # raises HolmesError where subnets tell nothing
+    check_subnets(by_subnet)  # HolmesError if subnets do not tell the fabrics apart
     # Nodes with several NICs often have a subnet for each NIC (rails). Together they are a fabric.
     fast_fabrics = _merge_rails(by_subnet)
     # Fabric -> number of its nodes.

@@ -1,4 +1,4 @@
-"""Tells from subnets which nodes' fast NICs are on one fabric, where no cluster.toml says so."""
+"""Finds the nodes whose fast NICs are on one fabric by their subnets, if there is no cluster.toml."""
 
 from __future__ import annotations
 

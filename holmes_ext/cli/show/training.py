@@ -218,7 +218,7 @@ def _refuse_misspelt_flags(command_line: CommandLine) -> None:
 
 
 def _lines_about_gpus(args: argparse.Namespace, model: Model, spec: SiteSpec) -> list[str]:
-    """Return the lines about GPUs whose speed is assumed, whose model is unknown, or without bfloat16."""
+    """Return lines about GPUs with an assumed speed, of an unknown model, or without bfloat16."""
     return [
         *_line_about_assumed_speed(args, model, spec),
         *_lines_about_unknown_gpus(spec),

@@ -108,7 +108,7 @@ def read_slots(path: str) -> dict[str, int]:
         HolmesError: the file cannot be read, a line is wrong, or a host occurs again in another way.
     """
     slots: dict[str, int] = {}
-    hosts_without_number: set[str] = set()  # hosts whose entries have no number of slots
+    hosts_without_number: set[str] = set()  # their entries have no number of slots
     for number, line in enumerate(read_text(path, "name a hostfile").splitlines(), start=1):
         where = f"{path}: line {number}"
         for entry in _parse_line(line.partition("#")[0].strip(), where):

@@ -179,8 +179,8 @@ def nodes_of_file(
     text = sys.stdin.read() if path == "-" else read_text(path, _FILE_ADVICE)
     if "NodeName=" not in text:
         raise HolmesError(f"{path}: no line has NodeName=; {_FILE_ADVICE}")
-    # NodeName= also begins lines of Slurm's other files. gres.conf, whose lines name the devices of GPUs
-    # (File=/dev/nvidia0), is the most likely mistake.
+    # Lines of Slurm's other files begin with NodeName=, too. The most likely mistake is gres.conf. Its
+    # lines name the devices of GPUs (File=/dev/nvidia0).
     if not any(key in text for key in _HARDWARE_KEYS) or "File=/dev/" in text:
         raise HolmesError(
             f"{path}: its NodeName lines do not describe hardware: not slurm.conf; {_FILE_ADVICE}"
@@ -345,7 +345,7 @@ def _reason_unusable(state: str) -> str:
             marks a node that does not respond; other such characters concern power saving and
             reservations.
     """
-    if state.upper() == "UNKNOWN":  # a slurm.conf does not tell the state
+    if state.upper() == "UNKNOWN":  # slurm.conf does not contain states
         return ""
     base, *flags = [part.rstrip("*~#!%$@^-") for part in state.split("+")]
     if base not in _FREE_STATES:
