@@ -1,7 +1,7 @@
 # make demo   stock against holmes on two emulated clusters, from a fresh clone, with one command
 # make test   unit tests, and real engines on emulated networks; a table at the end names each framework, passed or SKIPPED.
 #             make unit: what needs no emulated network
-# make nightly  all tests, the exhaustive ones too (a landing runs one of 30), over gloo and on emulated GPUs; mutants;
+# make nightly  all tests, the slow ones too (a landing runs a share: tests/selection.py), over gloo and on emulated GPUs; mutants;
 #             old versions of the frameworks: hours
 # make checkouts  clones what tests need besides Python packages: Megatron-LM, Megatron-DeepSpeed, NCCL's source
 # make torchtitan  torchtitan into build/torchtitan, for its tests (make test does it)
@@ -69,7 +69,7 @@ PYTEST = rm -f $(RESULTS)/$(2).xml; $(1) -m pytest --timeout=900 --junitxml=$(RE
 # $(call SUMMARY,PART...): .ci/run and make nightly print one summary of all parts themselves.
 SUMMARY = $(if $(filter no,$(SUMMARIZE)),true,$(BIN)/python tests/summary.py $(patsubst %,$(RESULTS)/%.xml,$(1)))
 
-.PHONY: demo test unit gpu gpu-next gpu-libraries nccl physical check docs matrix soak faults nightly mutants old-versions checkouts summary \
+.PHONY: demo test unit gpu gpu-next gpu-libraries nccl physical check docs matrix soak faults nightly mutants old-versions checkouts summary slow-tests \
    torchtitan .venv .venv-gpu tools clean
 
 demo: tools .venv
@@ -144,6 +144,10 @@ $(TORCHTITAN): requirements/torchtitan.txt | $(TORCHTITAN_VENV)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(TORCHTITAN_VENV)/bin/python -m pip install -qq --no-input --no-compile --no-deps \
 	   --target build/torchtitan -r $<
 	@touch $@
+
+# After make nightly: how long each slow test takes (tests/slow_tests.json). A landing runs a third of them.
+slow-tests: .venv
+	$(BIN)/python tests/slow_tests.py $(wildcard $(RESULTS)/*.xml)
 
 # Of whatever ran last.
 summary:

@@ -1,11 +1,17 @@
 """pytest plugin that decides how many of the slow tests run: all, none, or a share.
 
-Slow tests have the mark `full`, and are called exhaustive. The environment variable HOLMES_TEST_FULL selects
-how many of them run:
+There are two kinds of slow tests:
+
+    exhaustive    tests with the mark `full`
+    recorded      tests that took 5 seconds or more in an earlier run, by the file slow_tests.json. Tests
+                  with the mark `each_landing` are exempt: they run however slow they are
+
+The environment variable HOLMES_TEST_FULL selects how many of them run:
 
     1          all (make nightly)
-    0          none
-    not set    one of 30 (SHARE), or of N for tests with the mark full(share=N)
+    0          no exhaustive test, and all recorded ones
+    not set    of the exhaustive tests one of 30 (SHARE), or of N for those with the mark full(share=N);
+               of the recorded tests one of 3 (SHARE_OF_RECORDED)
 
 HOLMES_TEST_SEED determines which share. Its default is the hash of the commit: each commit runs another
 share, and repeated runs of one commit run the same share. A test that the command line names by its node id
@@ -18,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 import subprocess
 from collections.abc import Iterable
@@ -27,8 +34,11 @@ import pytest
 from _pytest.junitxml import xml_key
 
 ROOT = Path(__file__).resolve().parents[1]
+#: Seconds of the slow tests: {"FILE::TEST": seconds}. `make slow-tests` writes it (slow_tests.py).
+RECORD = Path(__file__).with_name("slow_tests.json")
 SHARE = 30  # one of this many exhaustive tests runs if HOLMES_TEST_FULL is not set
-LEFT_OUT = pytest.StashKey[int]()  # number of exhaustive tests that do not run
+SHARE_OF_RECORDED = 3  # the same, of the tests in RECORD
+LEFT_OUT = pytest.StashKey[int]()  # number of slow tests that do not run
 full = pytest.mark.full
 
 
@@ -40,6 +50,18 @@ def some(cases: Iterable, *chosen) -> list:
     cases = list(cases)
     assert set(chosen) <= set(cases), set(chosen) - set(cases)
     return [case if case in chosen else pytest.param(case, marks=full) for case in cases]
+
+
+@functools.cache
+def turns_of_recorded_tests() -> dict[str, int]:
+    """Return the turn of each slow test in RECORD, by its node id.
+
+    Turns are counted from the slowest test on. So any SHARE_OF_RECORDED neighbours in this order run in
+    different landings, and all landings take about the same time.
+    """
+    seconds = json.loads(RECORD.read_text())
+    slowest_first = sorted(seconds, key=lambda name: (-seconds[name], name))
+    return {name: turn for turn, name in enumerate(slowest_first)}
 
 
 @functools.cache
@@ -69,25 +91,48 @@ def is_in_selected_share(name: str, seed_text: str, share: int = SHARE) -> bool:
     return int.from_bytes(digest[:8], "big") % share == 0
 
 
+def is_its_turn(turn: int, seed_text: str, share: int) -> bool:
+    """Return whether tests with this turn run with this seed.
+
+    Turns 0 to share - 1 run with different seeds; turn `share` runs together with turn 0, and so on.
+    """
+    digest = hashlib.sha256(seed_text.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % share == turn % share
+
+
 def runs(item: pytest.Item) -> bool:
     """Return whether a test runs, or is deselected.
 
-    A test without the mark `full` of slow tests runs, and so does one that the command line names. Of the
-    other slow tests, HOLMES_TEST_FULL selects all ("1"), none ("0"), or a share (not set).
+    A test that the command line names runs, and so does one that is not slow. The module's docstring says
+    which of the slow tests run.
     """
-    slow_marks = list(item.iter_markers("full"))
-    if not slow_marks or is_named(item):
+    if is_named(item):
         return True
     all_or_none = os.environ.get("HOLMES_TEST_FULL", "")
+    slow_marks = list(item.iter_markers("full"))
+    if not slow_marks:
+        if all_or_none in ("0", "1") or item.get_closest_marker("each_landing"):
+            return True
+        turn = turns_of_recorded_tests().get(item.nodeid)
+        return turn is None or is_its_turn(turn, seed(), SHARE_OF_RECORDED)
     if all_or_none in ("0", "1"):
         return all_or_none == "1"
-    for mark in slow_marks:
-        if "together" in mark.kwargs:
-            # Tests with the mark full(together=NAME) share an expensive fixture: all of them run, or none.
-            return is_in_selected_share(mark.kwargs["together"], seed())
-    # The mark full(share=4) is for tests that are quick, but many: one of four runs.
-    share = max(mark.kwargs.get("share", SHARE) for mark in slow_marks)
-    return is_in_selected_share(item.nodeid, seed(), share)
+    return all(_selects(mark, item.nodeid) for mark in slow_marks)
+
+
+def _selects(mark: pytest.Mark, node_id: str) -> bool:
+    """Return whether a mark `full` of a test lets it run, if HOLMES_TEST_FULL is not set.
+
+    full                                one of 30 seeds
+    full(share=4)                       one of 4 seeds: for tests that are quick, but many
+    full(together=NAME)                 all tests with this name, or none: they share an expensive fixture
+    full(turn=2, share=3)               the seeds whose turn this is: tests with the turns 0, 1 and 2 run with
+                                        different seeds
+    """
+    share = mark.kwargs.get("share", SHARE)
+    if "turn" in mark.kwargs:
+        return is_its_turn(mark.kwargs["turn"], seed(), share)
+    return is_in_selected_share(mark.kwargs.get("together", node_id), seed(), share)
 
 
 def is_named(item: pytest.Item) -> bool:
@@ -132,7 +177,10 @@ def pytest_report_header() -> str:
     if wanted in ("0", "1"):
         share = "all" if wanted == "1" else "none"
         return f"exhaustive tests: {share} (HOLMES_TEST_FULL={wanted})"
-    return f"exhaustive tests: one of {SHARE}, HOLMES_TEST_SEED={seed()}"
+    return (
+        f"exhaustive tests: one of {SHARE}; slow ones: one of {SHARE_OF_RECORDED}; "
+        f"HOLMES_TEST_SEED={seed()}"
+    )
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -11,7 +11,7 @@ The summary prints a state for each entry:
     passed            in at least one part, all tests of the entry ran and passed
     PARTLY SKIPPED    each part that ran tests of the entry skipped others of them
     SKIPPED           all tests of the entry were skipped
-    NOT RUN           no part has a test of the entry
+    NOT RUN           no part ran a test of the entry: its tests are slow, and this run left them out
     FAILED            at least one test of the entry failed
 """
 
@@ -59,8 +59,8 @@ class Part:
 
     name: str  # of the file
     tests: tuple[Result, ...]
-    left_out: int = 0  # exhaustive tests that make nightly runs
-    seed: str = ""  # which share of the exhaustive tests ran, or the value of HOLMES_TEST_FULL
+    left_out: int = 0  # slow tests that other runs execute
+    seed: str = ""  # which share of the slow tests ran, or the value of HOLMES_TEST_FULL
     has_results: bool = True  # False: pytest ended before it wrote any
     tried_again: tuple[
         str, ...
@@ -215,7 +215,7 @@ def _judge(entry: str, tests: Sequence[Result]) -> Entry:
     passed = [test for test in tests if test.outcome is Outcome.PASSED]
     reasons = "; ".join(_count_reasons(tests))  # of skips, such as "2 x no GPU"
     if not tests:
-        return Entry(entry, "NOT RUN", "no part of this run has a test of it")
+        return Entry(entry, "NOT RUN", "its tests are slow, and this run left them out")
     if failed:
         return Entry(entry, "FAILED", ", ".join(failed))
     if not passed:
@@ -273,7 +273,7 @@ def summary(parts: Sequence[Part], rows: Sequence[tuple[str, ...]]) -> str:
     if left_out:
         lines += [
             "",
-            f"Left to make nightly: {left_out} exhaustive tests (HOLMES_TEST_SEED={', '.join(seeds)})",
+            f"Left out, as they are slow: {left_out} tests (HOLMES_TEST_SEED={', '.join(seeds)})",
         ]
 
     tried_again = [f"  {part.name}: {name}" for part in parts for name in part.tried_again]

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.each_landing
 
 #: Top-level modules of holmes_ext that are no room of their own.
 TOP = {

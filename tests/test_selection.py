@@ -1,9 +1,11 @@
 """Tests the pytest plugin tests/selection.py, which decides how many of the slow tests run.
 
-Slow tests have the mark `full`. By default, one of 30 runs, which the variable HOLMES_TEST_SEED
-determines. The tests below run pytest with the plugin on a file that contains TESTS.
+Slow tests have the mark `full`, or are recorded in a file with their seconds. By default, only a share of
+them runs, which the variable HOLMES_TEST_SEED determines. The tests below run pytest with the plugin on a
+file that contains TESTS.
 """
 
+import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -11,6 +13,8 @@ from typing import NamedTuple
 
 import pytest
 import selection
+import slow_tests
+from summary import Outcome, Result
 
 TESTS = """
 import pytest
@@ -30,6 +34,20 @@ def test_together(number):
 def test_share(number):
     pass
 
+@pytest.mark.parametrize("number", range(30))
+def test_turn(number):
+    pass
+
+TURNS = [pytest.param(turn, marks=pytest.mark.full(turn=turn, share=3)) for turn in range(9)]
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_marked_turn(turn):
+    pass
+
+@pytest.mark.each_landing
+def test_each_landing():
+    pass
+
 @pytest.mark.row("Lightning", "DDP")
 def test_always():
     pass
@@ -37,7 +55,16 @@ def test_always():
 def test_both(exhaustive):
     pass
 """
-TOTAL = 333  # tests in TESTS: 200 + 50 + 80 slow ones, test_always, and two cases of test_both
+TOTAL = 373  # tests in TESTS
+#: Seconds of slow tests in TESTS. Each has other seconds, so the order of their turns is that of the numbers.
+RECORD = {f"test_it.py::test_turn[{number}]": 100.0 - number for number in range(30)}
+RECORD["test_it.py::test_each_landing"] = 50.5
+#: Makes the plugin read another record of slow tests than that of this repository.
+CONFTEST = """
+import pathlib
+import selection
+selection.RECORD = pathlib.Path("slow_tests.json")
+"""
 OPTIONS = (
     "-q",
     "-p",
@@ -61,6 +88,8 @@ class PytestRun(NamedTuple):
 def run(tmp_path, monkeypatch):
     """Return a function that runs pytest on a file with TESTS, and returns a PytestRun."""
     (tmp_path / "test_it.py").write_text(TESTS)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "slow_tests.json").write_text(json.dumps(RECORD))
     monkeypatch.setenv("PYTHONPATH", str(selection.ROOT / "tests"))
     monkeypatch.setenv("HOLMES_TEST_SEED", "1")  # determines which share of the slow tests runs
     monkeypatch.delenv("HOLMES_TEST_FULL", raising=False)  # which selects all slow tests, or none
@@ -114,7 +143,48 @@ def test_tests_with_a_slow_fixture_are_chosen_together(run):
 
 def test_all_or_none(run):
     assert len(run(HOLMES_TEST_FULL="1").names) == TOTAL
-    assert run(HOLMES_TEST_FULL="0").names == ["test_always", "test_both[sample]"]
+    names = run(HOLMES_TEST_FULL="0").names  # all but those with the mark `full`
+    assert [name for name in names if not name.startswith("test_turn")] == [
+        "test_always",
+        "test_both[sample]",
+        "test_each_landing",
+    ]
+    assert count(names, "test_turn") == 30
+
+
+def test_slow_tests_take_turns(run):
+    """Each slow test runs with one seed of three kinds, and each seed runs a third of them."""
+    names_by_kind = {}  # of seeds that run different tests
+    for seed in map(str, range(20)):
+        kind = next(turn for turn in range(3) if selection.is_its_turn(turn, seed, share=3))
+        if kind not in names_by_kind:
+            names_by_kind[kind] = run(HOLMES_TEST_SEED=seed).names
+    for prefix, number_of_tests in (("test_turn", 30), ("test_marked_turn", 9)):
+        ran = [
+            name for names in names_by_kind.values() for name in names if name.startswith(prefix)
+        ]
+        assert len(ran) == len(set(ran)) == number_of_tests
+        for names in names_by_kind.values():
+            assert count(names, prefix) == number_of_tests / 3
+    for names in names_by_kind.values():
+        assert "test_each_landing" in names
+
+
+def test_the_record_follows_the_last_run():
+    """A slow test is added, one that has become quick is removed, and one that did not run stays."""
+    file = "tests/test_selection.py"
+    record = {f"{file}::stays": 7.0, f"{file}::became_quick": 8.0, "tests/test_gone.py::test": 9.0}
+    results = [
+        result_of(f"{file}::became_quick", 1.0),
+        result_of(f"{file}::is_new", 6.04),
+        result_of(f"{file}::is_new", 5.0),  # over NCCL
+        result_of(f"{file}::failed", 60.0, Outcome.FAILED),
+    ]
+    assert slow_tests.updated(record, results) == {f"{file}::is_new": 6.0, f"{file}::stays": 7.0}
+
+
+def result_of(name, seconds, outcome=Outcome.PASSED):
+    return Result("part", name, outcome, seconds, reason="", rows=())
 
 
 def test_a_test_that_the_command_line_names_runs(run):

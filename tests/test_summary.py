@@ -85,14 +85,14 @@ def test_the_summary_of_a_real_run(tmp_path):
         "srun": ("FAILED", "test_it.py::test_fails"),
         "Megatron-LM's pretrain_gpt.py": ("SKIPPED", "1 x no checkout"),
         "DDP": ("passed", "1 tests (part)"),
-        "torch's pipelining": ("NOT RUN", "no part of this run has a test of it"),
+        "torch's pipelining": ("NOT RUN", "its tests are slow, and this run left them out"),
     }
     part_without_xml = read_part(tmp_path / "missing.xml")
     text = summary.summary([part, part_without_xml], ROWS)
     assert "\n  3 x no GPU\n" in text  # three tests were skipped for this reason
     assert "could not import 'not_installed'" in text
     # "0" is the value of HOLMES_TEST_FULL.
-    assert "Left to make nightly: 1 exhaustive tests (HOLMES_TEST_SEED=0)" in text
+    assert "Left out, as they are slow: 1 tests (HOLMES_TEST_SEED=0)" in text
     assert "  part               2 passed, 5 skipped, 1 failed;" in text
     assert "  missing            NO RESULTS" in text
 

@@ -51,6 +51,7 @@ def measured(clusters, log, *flags, **more):
         pytest.param(("--stages", "2", "--tied"), id="tied", marks=full),
     ],
 )
+@pytest.mark.each_landing
 def test_the_loss_is_stocks_and_gradients_stay_inside_clusters(two_clusters, tmp_path, flags):
     stock, stock_sent = measured(two_clusters, tmp_path / "stock", *flags)
     holmes, sent = measured(two_clusters, tmp_path / "holmes", *flags, *two_clusters.holmes)

@@ -4,9 +4,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from integration_tests.gpu.conftest import TOML
 
 
+@pytest.mark.each_landing
 def test_stock_and_holmes_have_the_same_losses_on_other_networks(gpus):
     done = subprocess.run(
         [sys.executable, "-m", "holmes_ext.cli.main", "demo", "--gpu", "--json", "--steps", "6"],

@@ -153,6 +153,7 @@ def losses_of(split):
 
 
 @pytest.mark.row("megatron-core")
+@pytest.mark.each_landing
 @over_nccl
 def test_losses_and_gradient_norms_are_stocks_under_every_split(both, splits):
     (stock, _, _), (holmes, _, _) = both

@@ -28,6 +28,30 @@ CLUSTER_OF = {"a": "ib", "b": "roce"}
 TORCHRUN_JOB = next(job for job in JOBS if job.launcher == "torchrun")
 
 
+#: Entries of README's table that every run of the tests trains. These are the jobs with pipeline stages that
+#: cross clusters, which is what holmes is for, and DDP as the simplest job.
+TRAINED_IN_EACH_RUN = {
+    "Megatron-LM's pretrain_gpt.py",
+    "Megatron-DeepSpeed's pretrain_gpt.py",
+    "DeepSpeed's pipeline engine",
+    "megatron-core",
+    "DDP",
+}
+JOBS_THAT_TAKE_TURNS = [job for job in JOBS if job.entry not in TRAINED_IN_EACH_RUN]
+
+
+def marks_of_job(job):
+    """Return the marks of all tests of a job: in which runs of the tests it is trained.
+
+    A job takes up to two minutes. Those that are not in TRAINED_IN_EACH_RUN take turns: a run of the tests
+    trains one of three. All tests of a job belong together, because they share its launches.
+    """
+    if job.entry in TRAINED_IN_EACH_RUN:
+        return [pytest.mark.each_landing]
+    turn = [other.name for other in JOBS_THAT_TAKE_TURNS].index(job.name)
+    return [full(turn=turn, share=3)]
+
+
 #: Entries of README's table with checkpoints that every run of the tests exchanges. These are the jobs with
 #: pipeline stages, which holmes changes, and DDP as the simplest job. `make nightly` exchanges the
 #: checkpoints of all jobs.
@@ -66,7 +90,7 @@ def for_each(jobs, marks_of=lambda job: []):
     for job in jobs:
         # The mark names the job's row in README's table. tests/summary.py prints the results by row.
         marks = [pytest.mark.row(job.entry), pytest.mark.timeout(JOB_TIMEOUT_S)]
-        marks += marks_of(job)
+        marks += marks_of_job(job) + marks_of(job)
         parameters.append(pytest.param(job, id=job.name, marks=marks))
     return pytest.mark.parametrize("runs", parameters, indirect=True)
 
