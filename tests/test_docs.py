@@ -17,6 +17,7 @@ _SPEC.loader.exec_module(generate)
 FOLDERS = ("docs", "benchmarks", "examples", "integration_tests")
 PAGES = [
     ROOT / "README.md",
+    ROOT / "SECURITY.md",
     *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md"))),
 ]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
