@@ -19,6 +19,7 @@
 #             once more; SLIM=1: without CUDA's libraries, 2 GB an environment instead of 5
 # make soak   joined jobs under random faults for half an hour (MINUTES=30 SEED=1); build/soak.jsonl has what happened
 # make faults every fault of joined jobs, WORKERS=6 at a time
+# make locks  after a change of requirements/*.txt: the hashes of all packages, in requirements/locked (UPGRADE=1: newer ones)
 # make .venv  the environment that all use (Python 3.10 to 3.14; PYTHON=... chooses the interpreter)
 #
 # Where pip would take a torch with gigabytes of CUDA libraries: make demo TORCH_ARGS="--index-url <an index of CPU builds>"
@@ -30,13 +31,15 @@ IMPORT_ONCE = PYTHONPATH=examples/megatron_core/on_cpu $(1)/python -W ignore -c 
    'import torch._dynamo, deepspeed, scipy.optimize, megatron_cpu_shim, megatron.core.models.gpt' >/dev/null 2>&1 || true
 BIN := .venv/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input --no-compile
+# Packages of requirements/locked, which name all that they need: only files with those hashes, built (where there is no
+# wheel) by the tools of locked/build.txt. pip would bring other tools into a build, without looking at their hashes.
+LOCKED := --require-hashes --no-deps --no-build-isolation
 STAMP := .venv/installed
 TESTS := $(wildcard tests integration_tests)
 
 # What emulated GPUs need besides: the CUDA build of torch, g++, and NCCL's source.
 GPU_BIN := .venv-gpu/bin
-GPU_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(GPU_BIN)/python -m pip install -qq --no-input --no-compile -c requirements/constraints.txt \
-   -c requirements/dev.txt -c requirements/torch.txt
+GPU_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(GPU_BIN)/python -m pip install -qq --no-input --no-compile
 GPU_STAMP := .venv-gpu/installed
 # Tests of `make test` and `make nccl` that run over NCCL on emulated GPUs, too (tests/carriers.py, integration_tests/jobs.py):
 # in a landing one file for each engine, and what reduces gradients and chooses networks; with HOLMES_TEST_FULL=1 all.
@@ -69,8 +72,8 @@ PYTEST = rm -f $(RESULTS)/$(2).xml; $(1) -m pytest --timeout=900 --junitxml=$(RE
 # $(call SUMMARY,PART...): .ci/run and make nightly print one summary of all parts themselves.
 SUMMARY = $(if $(filter no,$(SUMMARIZE)),true,$(BIN)/python tests/summary.py $(patsubst %,$(RESULTS)/%.xml,$(1)))
 
-.PHONY: demo test unit gpu gpu-next gpu-libraries nccl physical check docs matrix soak faults nightly mutants old-versions checkouts summary slow-tests \
-   torchtitan .venv .venv-gpu tools clean
+.PHONY: demo test unit gpu gpu-next gpu-libraries nccl physical check docs matrix soak faults nightly mutants old-versions checkouts \
+   summary slow-tests torchtitan locks .venv .venv-gpu tools clean
 
 demo: tools .venv
 	$(BIN)/holmes demo
@@ -138,10 +141,10 @@ TORCHTITAN_VENV := $(if $(filter gpu,$(MAKECMDGOALS)),.venv-gpu,.venv)
 
 torchtitan: $(TORCHTITAN)
 
-$(TORCHTITAN): requirements/torchtitan.txt | $(TORCHTITAN_VENV)
+$(TORCHTITAN): requirements/locked/torchtitan.txt | $(TORCHTITAN_VENV)
 	@echo "make: installing torchtitan and what it imports into build/torchtitan (270 MB, once)"
 	@rm -rf build/torchtitan
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(TORCHTITAN_VENV)/bin/python -m pip install -qq --no-input --no-compile --no-deps \
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(TORCHTITAN_VENV)/bin/python -m pip install -qq --no-input --no-compile $(LOCKED) \
 	   --target build/torchtitan -r $<
 	@touch $@
 
@@ -162,7 +165,7 @@ check: .venv
 	$(BIN)/mypy
 
 docs: .venv
-	@$(PIP) -c requirements/constraints.txt -r requirements/docs.txt
+	@$(PIP) $(LOCKED) -r requirements/locked/docs.txt
 	$(BIN)/python docs/generate.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
@@ -207,43 +210,50 @@ old-versions: tools .venv
 
 .venv: $(STAMP)
 
-$(STAMP): requirements/torch.txt requirements/dev.txt requirements/no-deps.txt requirements/constraints.txt setup.py pyproject.toml lab/pyproject.toml holmes_ext.pth
+$(STAMP): $(addprefix requirements/,torch.txt $(addprefix locked/,build.txt dev.txt no-deps.txt)) setup.py pyproject.toml lab/pyproject.toml holmes_ext.pth
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "make: holmes_ext needs Python 3.10 or newer: make PYTHON=python3.11 ...")'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "make: python has no venv: apt-get install python3-venv" >&2; exit 1; }
 	@echo "make: installing the pinned versions into .venv (some minutes, once)"
 	@$(PYTHON) -m venv .venv
-	@$(PIP) -c requirements/constraints.txt -r requirements/torch.txt $(TORCH_ARGS)
-	@$(PIP) -c requirements/constraints.txt -r requirements/dev.txt
-	@$(PIP) --no-deps -r requirements/no-deps.txt
-	@$(PIP) --no-deps -e . -e ./lab
+	@$(PIP) $(LOCKED) -r requirements/locked/build.txt
+	@$(PIP) $(LOCKED) -r requirements/locked/dev.txt -r requirements/locked/no-deps.txt
+	@$(PIP) -r requirements/torch.txt $(TORCH_ARGS)
+	@$(PIP) --no-deps --no-build-isolation -e . -e ./lab
 	@$(call IMPORT_ONCE,$(BIN))
 	@touch $@
 
 .venv-gpu: $(GPU_STAMP)
 
-# pip's own index, and no folder of wheels: there may be a build for the CPU in it. TORCH_GPU_ARGS for another index.
-$(GPU_STAMP): requirements/torch.txt requirements/gpu.txt requirements/constraints.txt setup.py pyproject.toml lab/pyproject.toml holmes_ext.pth
+# pip's own index, and no folder of wheels: there may be a build for the CPU in it. TORCH_GPU_ARGS for another index, whose
+# files have other hashes. DeepSpeed is built before torch is there, as it would compile for the torch that it finds.
+$(GPU_STAMP): $(addprefix requirements/,torch.txt $(addprefix locked/,build.txt gpu.txt torch.txt)) setup.py pyproject.toml lab/pyproject.toml holmes_ext.pth
 	@echo "make: installing the CUDA build of torch and what runs on it into .venv-gpu (5 GB of disk, 2 to 10 minutes, once)"
 	@$(PYTHON) -m venv .venv-gpu
-	@PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= $(GPU_PIP) -r requirements/torch.txt $(TORCH_GPU_ARGS)
+	@$(GPU_PIP) $(LOCKED) -r requirements/locked/build.txt
+	@DS_BUILD_OPS=0 $(GPU_PIP) $(LOCKED) -r requirements/locked/gpu.txt
+	@PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= $(GPU_PIP) \
+	   $(if $(TORCH_GPU_ARGS),-r requirements/torch.txt $(TORCH_GPU_ARGS),$(LOCKED) -r requirements/locked/torch.txt)
 	@$(GPU_BIN)/python -c 'import sys; sys.exit("+cpu" in open(sys.argv[1]).read() and "make: pip took a torch for the CPU; see TORCH_GPU_ARGS")' \
 	   $$(echo .venv-gpu/lib/python3*/site-packages/torch/version.py)
-	@DS_BUILD_OPS=0 $(GPU_BIN)/python requirements/beside_torch.py -c requirements/constraints.txt -c requirements/dev.txt \
-	   -r requirements/gpu.txt
-	@$(GPU_PIP) --no-deps -e . -e ./lab
+	@$(GPU_PIP) --no-deps --no-build-isolation -e . -e ./lab
 	@$(call IMPORT_ONCE,$(GPU_BIN))
 	@touch $@
+
+# uv and this script need Python 3.11. uv itself comes without a hash: nothing but these files is made with it.
+locks:
+	@test -x build/uv/bin/uv || { $(PYTHON) -m venv build/uv && build/uv/bin/python -m pip install -qq --no-input uv==0.13.9; }
+	@build/uv/bin/python requirements/lock.py build/uv/bin/uv $(if $(UPGRADE),--upgrade)
 
 NEXT_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEXT_VENV)/bin/python -m pip install -qq --no-input --no-compile
 
 # Without pip's configuration, which may have a constraint for an older torch.
-$(NEXT_VENV)/installed: requirements/gpu.txt requirements/constraints.txt requirements/beside_torch.py setup.py pyproject.toml lab/pyproject.toml holmes_ext.pth
+$(NEXT_VENV)/installed: $(addprefix requirements/locked/,build.txt gpu.txt) setup.py pyproject.toml lab/pyproject.toml holmes_ext.pth
 	@echo "make: installing torch $(NEXT_TORCH) and what runs on it into $(NEXT_VENV) (6 GB of disk, 2 to 10 minutes, once)"
 	@$(PYTHON) -m venv $(NEXT_VENV)
+	@$(NEXT_PIP) $(LOCKED) -r requirements/locked/build.txt
+	@DS_BUILD_OPS=0 $(NEXT_PIP) $(LOCKED) -r requirements/locked/gpu.txt
 	@PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= $(NEXT_PIP) torch==$(NEXT_TORCH) $(TORCH_GPU_ARGS)
-	@PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= DS_BUILD_OPS=0 $(NEXT_VENV)/bin/python requirements/beside_torch.py \
-	   -c requirements/constraints.txt -c requirements/dev.txt -r requirements/gpu.txt
-	@$(NEXT_PIP) --no-deps -e . -e ./lab
+	@$(NEXT_PIP) --no-deps --no-build-isolation -e . -e ./lab
 	@$(call IMPORT_ONCE,$(NEXT_VENV)/bin)
 	@touch $@
 

@@ -1,7 +1,7 @@
 """Hooks of mkdocs, which builds the site from docs/ (mkdocs.yml names this file).
 
-They add README.md as the first page and a page with all results. Links to files outside docs/, of
-which the site has no copy, become text.
+They add README.md as the first page, SECURITY.md, and a page with all results. Links to other files outside
+docs/, of which the site has no copy, become text.
 """
 
 import importlib.util
@@ -11,6 +11,8 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 DOCS = Path(__file__).resolve().parent
+#: Files outside docs/ that are pages of the site -> the names of these pages.
+OUTSIDE = {"README.md": "index.md", "SECURITY.md": "security.md"}
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -23,12 +25,15 @@ def _load_generate():
 
 
 def on_files(files, config):
-    """Add two pages that are no files of docs/: the first page, and the page of all results.
+    """Add the pages that are no files of docs/: those of OUTSIDE, and the page of all results.
 
     mkdocs calls this with the files that it has found.
     """
-    readme = (DOCS.parent / "README.md").read_text().replace("](docs/", "](")
-    files.append(File.generated(config, "index.md", content=readme))
+    for name, page in OUTSIDE.items():
+        content = (DOCS.parent / name).read_text().replace("](docs/", "](")
+        for other, other_page in OUTSIDE.items():
+            content = content.replace(f"]({other}", f"]({other_page}")
+        files.append(File.generated(config, page, content=content))
     files.append(File.generated(config, "results.md", content=_load_generate().tables.results()))
     return files
 
@@ -36,7 +41,7 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     """Return a page's Markdown without links to files outside docs/, which the site does not have.
 
-    A link to README.md becomes one to the first page. Any other link to a file outside docs/
+    A link to a file of OUTSIDE becomes one to its page. Any other link to a file outside docs/
     becomes its text and the path of the file. mkdocs calls this for each page.
 
     Raises:
@@ -48,7 +53,7 @@ def on_page_markdown(markdown, page, config, files):
         """Return the Markdown that replaces one link of the page in the built site.
 
             [a](other.md)          -> [a](other.md)       inside docs/: unchanged
-            [a](../README.md#b)    -> [a](index.md#b)     README.md is the first page of the site
+            [a](../README.md#b)    -> [a](index.md#b)     README.md is the first page of the site (OUTSIDE)
             [a](../src/x.py)       -> a (`src/x.py`)      text, because the site has no such file
 
         Args:
@@ -60,9 +65,10 @@ def on_page_markdown(markdown, page, config, files):
         if not target.startswith("../") or file.is_relative_to(DOCS):
             return match[0]
         assert file.exists(), f"{page.file.src_path}: {target}"
-        if file == DOCS.parent / "README.md":
-            first_page = target.replace("../README.md", "index.md")
-            return f"[{text}]({first_page}#{anchor})" if anchor else f"[{text}]({first_page})"
-        return f"{text} (`{file.relative_to(DOCS.parent)}`)"
+        name = str(file.relative_to(DOCS.parent))
+        if name in OUTSIDE:
+            page_of_file = target.replace(f"../{name}", OUTSIDE[name])
+            return f"[{text}]({page_of_file}#{anchor})" if anchor else f"[{text}]({page_of_file})"
+        return f"{text} (`{name}`)"
 
     return _LINK.sub(link_in_site, markdown)

@@ -17,6 +17,7 @@ _SPEC.loader.exec_module(generate)
 FOLDERS = ("docs", "benchmarks", "examples", "integration_tests")
 PAGES = [
     ROOT / "README.md",
+    ROOT / "SECURITY.md",
     *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md"))),
 ]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -100,7 +101,7 @@ def test_every_block_is_on_a_page_and_every_page_in_the_site():
         re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
     )
     docs = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
-    assert listed == docs | {"index.md", "results.md"}
+    assert listed == docs | {"index.md", "results.md", "security.md"}
 
 
 #: Words that a newcomer does not know -> where they are explained.

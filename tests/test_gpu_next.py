@@ -39,11 +39,12 @@ def test_a_named_environment_is_not_installed():
 
 
 def test_the_torch_that_was_asked_for_is_kept():
-    """Both environments for GPUs get their packages by the script that never replaces an installed torch."""
-    text = (ROOT / "Makefile").read_text()
-    for line in text.replace("\\\n", " ").splitlines():
-        if "-r requirements/gpu.txt" in line:
-            assert "requirements/beside_torch.py" in line
+    """The frameworks bring no torch of their own, and nothing is installed with dependencies after torch."""
+    lines = commands_of("gpu-next", "NEXT_TORCH=2.99.0").splitlines()
+    (torch,) = [number for number, line in enumerate(lines) if "torch==2.99.0" in line]
+    installs = [number for number, line in enumerate(lines) if "pip install" in line]
+    assert torch in installs
+    assert all("--no-deps" in lines[number] for number in installs if number != torch)
 
 
 def test_nightly_includes_gpu_next():

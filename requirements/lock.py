@@ -1,0 +1,174 @@
+"""Writes requirements/locked/*.txt: versions of all that requirements/*.txt need, and hashes of their files.
+
+    make locks               after a change of requirements/*.txt; versions that they do not name stay
+    make locks UPGRADE=1     the newest versions of what they do not name
+
+uv finds the versions on PyPI, once for all Pythons from 3.10 to 3.14. pip then installs from these files with
+--require-hashes: a file that is not the one of the day of `make locks` is refused. The files of a package are
+its wheels for CPython on Linux (x86_64 and aarch64). Its source is among them only where one of these
+Pythons has no wheel, because pip runs code of a source when it installs it.
+
+torch is not in the locks of what runs on it (dev, gpu), because its hash depends on the index that it comes
+from: CPU builds lie elsewhere than on PyPI. PyPI's own build is in torch.txt, with CUDA's libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomllib
+
+FOLDER = Path(__file__).resolve().parent
+LOCKED = FOLDER / "locked"
+MINORS = range(10, 15)  # Python 3.10 to 3.14
+MACHINES = ("x86_64", "aarch64")
+#: "name-1.0-cp311-cp311-manylinux_2_28_x86_64.whl": tags of the interpreter, its ABI and the platform.
+WHEEL = re.compile(r"-(?P<python>[\w.]+)-(?P<abi>[\w.]+)-(?P<platform>[\w.]+)\.whl$")
+HEADER = "# Written by `make locks` (requirements/lock.py) from requirements/{}.txt: do not edit.\n"
+
+
+@dataclass(frozen=True)
+class Lock:
+    """One file of requirements/locked, made from the file of requirements/ with the same name."""
+
+    name: str
+    oldest_python: str = "3.10"
+    versions_of: str = ""  # another lock, whose versions this one takes
+    with_dependencies: bool = True
+    with_torch: bool = False
+
+
+LOCKS = (
+    Lock("build", with_dependencies=False),
+    Lock("dev"),
+    Lock("no-deps", with_dependencies=False),
+    Lock("docs", oldest_python="3.11.5", versions_of="dev"),
+    Lock("gpu", versions_of="dev"),
+    Lock("torch", versions_of="gpu", with_torch=True),
+    Lock("torchtitan", with_dependencies=False),
+)
+
+
+def main() -> None:
+    """Write all locks, or those that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("uv", help="path of the program uv")
+    parser.add_argument("names", nargs="*", help="which locks to write (all)")
+    parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
+    options = parser.parse_args()
+    LOCKED.mkdir(exist_ok=True)
+    for lock in LOCKS:
+        if options.names and lock.name not in options.names:
+            continue
+        packages = resolve(options.uv, lock, options.upgrade)
+        lines = [HEADER.format(lock.name), *(requirement(package) for package in packages)]
+        (LOCKED / f"{lock.name}.txt").write_text("".join(lines))
+
+
+def resolve(uv: str, lock: Lock, upgrade: bool) -> list[dict[str, Any]]:
+    """Return the packages that a lock needs, each as in pylock.toml (PEP 751).
+
+    Args:
+        uv: Path of the program uv.
+        lock: The lock.
+        upgrade: Whether to take the newest versions of packages that requirements/*.txt do not name.
+    """
+    source = FOLDER / f"{lock.name}.txt"
+    with tempfile.TemporaryDirectory() as folder:
+        constraints = Path(folder, "constraints.txt")
+        constraints.write_text("" if upgrade else versions_to_keep(lock))
+        excluded = Path(folder, "excluded.txt")
+        excluded.write_text("" if lock.with_torch else "torch\n")
+        output = Path(folder, "pylock.toml")
+        command = [uv, "pip", "compile", "--quiet", "--universal", "--no-python-downloads"]
+        command += ["--python-version", lock.oldest_python, "--output-file", str(output)]
+        command += ["--constraints", str(constraints), "--excludes", str(excluded)]
+        if lock.versions_of:
+            command += ["--constraints", str(LOCKED / f"{lock.versions_of}.txt")]
+        if not lock.with_dependencies:
+            command.append("--no-deps")
+        subprocess.run([*command, str(source)], check=True)
+        packages: list[dict[str, Any]] = tomllib.loads(output.read_text())["packages"]
+    return packages
+
+
+def versions_to_keep(lock: Lock) -> str:
+    """Return the lines of an existing lock, without hashes, for what its source does not name."""
+    path = LOCKED / f"{lock.name}.txt"
+    if not path.exists():
+        return ""
+    named = {
+        normalized(re.split(r"[=;\s]", line)[0])
+        for line in (FOLDER / f"{lock.name}.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    }
+    lines = [line.removesuffix(" \\") for line in path.read_text().splitlines() if "==" in line]
+    kept = [line for line in lines if normalized(line.partition("==")[0]) not in named]
+    return "\n".join(kept)
+
+
+def normalized(name: str) -> str:
+    """Return the name of a package as in PEP 503."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def requirement(package: dict[str, Any]) -> str:
+    """Return the lines of a requirements file for one package."""
+    line = f"{package['name']}=={package['version']}"
+    if "marker" in package:
+        line += f" ; {package['marker']}"
+    hashes = sorted({file["hashes"]["sha256"] for file in files_to_accept(package)})
+    return " \\\n".join([line, *(f"    --hash=sha256:{digest}" for digest in hashes)]) + "\n"
+
+
+def files_to_accept(package: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the wheels of a package for our platforms, and its source if a Python has no wheel."""
+    wheels = []
+    covered = set()
+    for wheel in package.get("wheels", []):
+        pairs = supported(file_name(wheel))
+        if pairs:
+            wheels.append(wheel)
+            covered |= pairs
+    everything = {(minor, machine) for minor in MINORS for machine in MACHINES}
+    if covered == everything or "sdist" not in package:
+        return wheels
+    return [*wheels, package["sdist"]]
+
+
+def file_name(file: dict[str, Any]) -> str:
+    """Return the name of a file, which pylock.toml may leave to the URL."""
+    return file.get("name") or file["url"].rpartition("/")[2]
+
+
+def supported(wheel: str) -> set[tuple[int, str]]:
+    """Return for which (minor version of Python 3, machine) a wheel can be installed on Linux with glibc."""
+    tags = WHEEL.search(wheel)
+    assert tags, wheel
+    minors = set()
+    for tag in tags["python"].split("."):
+        if tag == "py3":
+            minors |= set(MINORS)
+        elif tag.startswith("cp3"):
+            built_for = int(tag[3:] or 0)
+            newer_too = tags["abi"] == "abi3" or tags["abi"] == "none"
+            minors |= {m for m in MINORS if m == built_for or newer_too and m > built_for}
+    if tags["abi"].endswith("t"):  # without the GIL
+        return set()
+    machines = set()
+    for platform in tags["platform"].split("."):
+        if platform == "any":
+            machines |= set(MACHINES)
+        elif platform.startswith(("manylinux", "linux")):
+            machines |= {machine for machine in MACHINES if platform.endswith(machine)}
+    return {(minor, machine) for minor in minors for machine in machines}
+
+
+if __name__ == "__main__":
+    main()
