@@ -95,7 +95,7 @@ def read_hostfile(path: str) -> list[FoundNode]:
             )
         # A hostfile says nothing about networks. But hosts that were cabled together are mostly
         # numbered in one series (gpu01, gpu02, ...): its name stands for their fabric.
-        series = _name_without_number(host)
+        series = series_of(host)
         nodes.append(FoundNode(host, processes=slot_count, fabric=series, labels=(series,)))
     return nodes
 
@@ -320,7 +320,7 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _name_without_number(host: str) -> str:
+def series_of(host: str) -> str:
     """Return the name of a host up to its last number.
 
     "gpu01" gives "gpu", and "rack1-ib-7.site.org" gives "rack1-ib". All nodes of an HPE Cray, whose names
