@@ -323,7 +323,7 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
         findings += check_command(words, spec, os.environ, node)
     for check in extensions.objects("doctor_checks").values():
         findings += check()
-    findings += nccl.check_nccl(node.nccl, environ, nics)
+    findings += nccl.check_nccl(node.nccl, environ, nics, unused)
     versions = {
         "Python": platform.python_version(),
         "holmes_ext": __version__,

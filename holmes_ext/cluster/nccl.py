@@ -4,7 +4,8 @@ The rules come from NCCL's source, versions 2.18 to 2.30:
 
     files    src/misc/param.cc: when NCCL first runs in a process, it sets environment variables
              that are unset from NCCL_CONF_FILE (2.23 and newer) or ~/.nccl.conf, then from
-             /etc/nccl.conf
+             /etc/nccl.conf. The home directory is that of the user database, not $HOME. A line is
+             NAME=VALUE without blanks around "=": blanks, quotes and "# comment" become part of it
     verbs    src/transport/net_ib*: there is no "IB" network with NCCL_IB_DISABLE, without
              libibverbs, or if no device can be opened. A communicator that requests "IB" by name
              then fails with ncclInvalidUsage; it does not fall back to sockets
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,19 +122,26 @@ def file_settings(
         environ: Environment of the process that uses NCCL.
         system: Path of the system-wide file.
     """
-    user_file = environ.get("NCCL_CONF_FILE") or f"{environ.get('HOME', '')}/.nccl.conf"
     settings: dict[str, FileSetting] = {}
     # NCCL reads the user's file first, and the first value of a variable counts.
-    for file in (user_file, system):
+    for file in (environ.get("NCCL_CONF_FILE") or _file_in_home(), system):
         try:
-            text = Path(file).read_text(errors="replace")
+            text = Path(file).read_bytes().decode(errors="replace")
         except OSError:
             continue
-        for line in text.splitlines():
+        for line in text.split("\n"):  # the "\r" of a file from Windows becomes part of the value
             name, equals, value = line.partition("=")
             if equals and not line.startswith("#") and name not in environ:
                 settings.setdefault(name, FileSetting(value, file))
     return settings
+
+
+def _file_in_home() -> str:
+    """Return the path of the user's configuration file of NCCL, "" for a user without a home directory."""
+    try:
+        return f"{pwd.getpwuid(os.getuid()).pw_dir}/.nccl.conf"
+    except KeyError:  # a container may run with a user id that has no entry
+        return ""
 
 
 def why_no_verbs(

@@ -21,12 +21,18 @@ from holmes_ext.doctor.forwarded import check_forwarded
 from holmes_ext.doctor.frameworks import check_megatron_deepspeed, check_script
 from holmes_ext.doctor.launch import LaunchedNodes, read_launches
 from holmes_ext.doctor.launch_check import (
+    check_gpus,
     check_launch,
     check_launchers,
     node_count,
     started_part,
+    with_own_name,
 )
-from holmes_ext.doctor.launch_options import exported_variables
+from holmes_ext.doctor.launch_options import (
+    allocation_variables,
+    exported_variables,
+    gpus_on_node,
+)
 from holmes_ext.doctor.no_file import check_prefix_of_job
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import PREFIX, Options, misspelt_flag, parse_flags
@@ -70,7 +76,11 @@ def check_command(
         node: A node of the job, with its NICs; None if none is known.
     """
     command = split_command(words)
-    environ = {**environ, **exported_variables(command.launcher)}
+    environ = {
+        **environ,
+        **allocation_variables(command.launcher),
+        **exported_variables(command.launcher),
+    }
     if command.program and not shutil.which(command.program):
         yield problem(
             command.program,
@@ -122,11 +132,12 @@ def check_command(
         if spec is None and options.cluster:
             spec = load_spec(options.cluster)
         about = "the command"
-        launches = read_launches(command.launcher, environ)
+        launches = with_own_name(read_launches(command.launcher, environ), node)
         yield from check_launchers(launches)
+        yield from check_gpus(launches, gpus_on_node(command.launcher, environ))
         yield from check_forwarded(launches, command.launcher, environ, has_flag)
         if spec is not None:
-            yield from check_launch(launches, spec)
+            yield from check_launch(launches, spec, node)
         elif node is not None:
             yield from check_prefix_of_job(node, node_count(launches))
         yield from _check_plan(command.script, launches, options, rest, spec)

@@ -3,8 +3,9 @@
     srun --nodes 4 bash -c "cd /work; torchrun --nnodes 4 pretrain_gpt.py --num-layers 24"
 
 Programs around the launcher (env, numactl, nohup, docker, singularity, ssh, a shell with -c ...) are part of
-the launcher. The text of a shell is split into words by shell_text.py. Some console commands train without
-a script of the user, and take the model from a file: `Command.hidden_model` is the message about that.
+the launcher. The text of a shell, or of a shell script that can be read here (sbatch job.sh), is split into
+words by shell_text.py. Some console commands train without a script of the user, and take the model from a
+file: `Command.hidden_model` is the message about that.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from holmes_ext.doctor.shell_text import has_variable, simple_commands
+from holmes_ext.doctor.launch_options import allocation_options, allocation_variables
+from holmes_ext.doctor.shell_text import batch_options, has_variable, simple_commands
 from holmes_ext.errors import HolmesError
 
 SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
@@ -54,6 +56,10 @@ _ELSEWHERE = (
 #: Assignment before a program: NNODES=2 megatron sft ...
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _LAUNCHERS = ("torchrun", "deepspeed", "accelerate", "mpirun", "mpiexec", "horovodrun", "srun")
+#: Programs that reserve nodes for a command or script.
+_BATCH_PROGRAMS = ("sbatch", "salloc")
+#: Longest shell script that is read, in bytes.
+_MAX_SCRIPT_BYTES = 1 << 20
 #: Texts inside of texts (bash -c "ssh a 'bash -c ...'") are read to this depth; deeper ones stay as they are.
 _MAX_DEPTH = 4
 #: Options of a shell before its text; the last one may be "-c", "-lc", "-exc", ...
@@ -213,8 +219,14 @@ def split_command(words: Sequence[str]) -> Command:
     text = " ".join(words)[:80]
     scripts = [word for word in words if word.endswith(SCRIPT_ENDS)]
     if scripts:
+        is_file = Path(scripts[0]).is_file()
+        state = (
+            "in which no training command was found"
+            if is_file
+            else "and there is no such file here"
+        )
         raise HolmesError(
-            f"{text}: {scripts[0]} is a shell script, which holmes does not run; "
+            f"{text}: {scripts[0]} is a shell script, {state}; "
             "give the command that it starts (bash -x prints it)"
         )
     raise HolmesError(
@@ -265,6 +277,8 @@ class _ShellText(NamedTuple):
     text: str
     start: int  # the text is words[start:end] of the command
     end: int
+    arguments: tuple[str, ...] = ()  # of a script: $1, $2, ...
+    is_script: bool = False  # whether the text is that of a file
 
 
 def _with_shell_text(words: list[str], environ: Mapping[str, str], depth: int) -> list[str]:
@@ -272,7 +286,9 @@ def _with_shell_text(words: list[str], environ: Mapping[str, str], depth: int) -
 
     For example `srun bash -c "cd /work; torchrun train.py"` becomes `srun bash -c torchrun train.py`. A
     command of one quoted word ("torchrun train.py") is such a text as a whole. Words without a text for a
-    shell are returned as they are.
+    shell are returned as they are. A shell script that can be read here is such a text, too. The options of
+    its #SBATCH lines are put after the word sbatch: `sbatch job.sh` becomes `sbatch --nodes=4 torchrun
+    train.py`.
 
     Args:
         words: The words of the command.
@@ -284,19 +300,46 @@ def _with_shell_text(words: list[str], environ: Mapping[str, str], depth: int) -
     if len(words) == 1 and " " in words[0].strip():  # the whole command between quotes
         return _training_command(words[0], environ, depth)
     for index in range(len(words)):
+        if words[index].endswith(".py"):
+            return words  # later words are arguments of the training script
         shell_text = _shell_text_at(words, index)
-        if shell_text is not None:
-            before = words[: shell_text.start]
-            after = words[shell_text.end :]
-            return [*before, *_training_command(shell_text.text, environ, depth), *after]
+        if shell_text is None:
+            continue
+        before = _with_batch_options(words[: shell_text.start], shell_text)
+        after = words[shell_text.end :]
+        variables = {**environ, **allocation_variables(before)}
+        inner = _training_command(shell_text.text, variables, depth, shell_text.arguments)
+        if shell_text.is_script and not _trains(inner):
+            continue  # a script that sets up an environment, for example
+        return [*before, *inner, *after]
     return words
+
+
+def _with_batch_options(words: list[str], shell_text: _ShellText) -> list[str]:
+    """Return the words before a script for Slurm, with the options of its #SBATCH lines.
+
+    The options are put after the word sbatch. A script alone counts as one that sbatch starts if it has
+    such lines: `holmes plan -- job.sbatch`.
+
+    Args:
+        words: The words of the command before the script.
+        shell_text: The text of the script.
+    """
+    options = allocation_options(batch_options(shell_text.text)) if shell_text.is_script else []
+    programs = [index for index, word in enumerate(words) if PurePosixPath(word).name == "sbatch"]
+    if not words and options:
+        return ["sbatch", *options]
+    if not programs:
+        return words
+    start = programs[0] + 1
+    return [*words[:start], *options, *words[start:]]
 
 
 def _shell_text_at(words: list[str], index: int) -> _ShellText | None:
     """Return the text for a shell that a word of a command introduces, or None if it introduces none.
 
-    The texts are TEXT of `bash -c TEXT` (and other shells), `sbatch --wrap TEXT` and `eval TEXT`, and the
-    words after the host in `ssh HOST WORD ...`.
+    The texts are TEXT of `bash -c TEXT` (and other shells), `sbatch --wrap TEXT` and `eval TEXT`, the
+    words after the host in `ssh HOST WORD ...`, and the content of a shell script that can be read here.
 
     Args:
         words: All words of the command.
@@ -305,6 +348,9 @@ def _shell_text_at(words: list[str], index: int) -> _ShellText | None:
     word = words[index]
     name = PurePosixPath(word).name
     length = len(words)
+    script = _script_at(words, index)
+    if script is not None:
+        return script
     if name in SHELLS:
         start = _index_of_shell_text(words, index)
         if start is None:
@@ -321,6 +367,37 @@ def _shell_text_at(words: list[str], index: int) -> _ShellText | None:
             return None
         return _ShellText(" ".join(words[start:]), start, end=length)
     return None
+
+
+def _script_at(words: Sequence[str], index: int) -> _ShellText | None:
+    """Return the content of the shell script that a word of a command names, or None.
+
+    It is known by the end of its name, or by its position after a shell or sbatch.
+
+    Args:
+        words: All words of the command.
+        index: Index of the word, such as that of "job.sh".
+    """
+    word = words[index]
+    previous = PurePosixPath(words[index - 1]).name if index else ""
+    is_after_program = any(
+        PurePosixPath(program).name in _BATCH_PROGRAMS for program in words[:index]
+    )
+    may_be_script = previous in SHELLS or is_after_program or word.endswith(SCRIPT_ENDS)
+    if not may_be_script or word.startswith("-"):
+        return None
+    path = Path(word)
+    try:
+        if not path.is_file() or path.stat().st_size > _MAX_SCRIPT_BYTES:
+            return None
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
+    except OSError:
+        return None
+    if not word.endswith(SCRIPT_ENDS) and not text.startswith("#!"):
+        return None  # a program, or a file of another kind
+    return _ShellText(
+        text, start=index, end=len(words), arguments=tuple(words[index + 1 :]), is_script=True
+    )
 
 
 def _index_of_shell_text(words: Sequence[str], shell: int) -> int | None:
@@ -357,7 +434,9 @@ def _index_of_remote_command(words: Sequence[str]) -> int | None:
     return index if index < len(words) else None
 
 
-def _training_command(text: str, environ: Mapping[str, str], depth: int) -> list[str]:
+def _training_command(
+    text: str, environ: Mapping[str, str], depth: int, arguments: tuple[str, ...] = ()
+) -> list[str]:
     """Return the words of the training command in a text for a shell; [] if the text has no command.
 
     The text may have several commands, as in "cd /work; python prepare.py; torchrun train.py". The command
@@ -371,11 +450,12 @@ def _training_command(text: str, environ: Mapping[str, str], depth: int) -> list
         text: The text.
         environ: Environment variables, for variables in the text.
         depth: Number of other texts around this one (see _with_shell_text).
+        arguments: Arguments of a script: $1, $2, ...
     """
     candidates = [
         # A command of the text may have a text for a shell itself.
         _with_shell_text(words, environ, depth + 1)
-        for words in simple_commands(text, environ)
+        for words in simple_commands(text, environ, arguments)
     ]
     if not candidates:
         return []
@@ -384,9 +464,13 @@ def _training_command(text: str, environ: Mapping[str, str], depth: int) -> list
         """Return the sort key of a command, given with its index in the text. The highest counts."""
         index, words = item
         names = [PurePosixPath(word).name for word in words]
-        has_script = any(word.endswith(".py") or word == "-m" for word in words)
-        has_console = any(name in CONSOLE_COMMANDS for name in names)
         has_launcher = any(name in _LAUNCHERS or name.startswith("torch.dist") for name in names)
-        return (has_script or has_console, has_launcher, index)
+        return (_trains(words), has_launcher, index)
 
     return max(enumerate(candidates), key=rank)[1]
+
+
+def _trains(words: Sequence[str]) -> bool:
+    """Return whether a command has a Python script or module, or a console command that trains."""
+    has_script = any(word.endswith(".py") or word == "-m" for word in words)
+    return has_script or any(PurePosixPath(word).name in CONSOLE_COMMANDS for word in words)

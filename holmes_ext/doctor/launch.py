@@ -5,6 +5,7 @@
     accelerate launch --num_machines 2 --num_processes 16 (or its config file)
 
 A command may have two of them: `srun --nodes 4 torchrun --nnodes 4 ...` starts torchrun once on each node.
+Inside of `sbatch OPTIONS`, or of an allocation of Slurm, SLURM_... variables are defaults of srun's options.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from holmes_ext.cluster.sources.hostfile import read_hostfile
+from holmes_ext.cluster.sources.hostfile import read_rankfile, read_slots
 from holmes_ext.cluster.sources.hostlist import expand
-from holmes_ext.doctor.command_words import Command
+from holmes_ext.doctor.command_words import SHELLS, Command
 from holmes_ext.doctor.deepspeed_hosts import ResourceError, active_hosts
 from holmes_ext.doctor.launch_options import (
     DEEPSPEED,
+    GPUS_ON_NODE,
     MAX_DIGITS,
     MPIRUN,
     NAMES_OF_LAUNCHER,
@@ -28,9 +30,13 @@ from holmes_ext.doctor.launch_options import (
     LauncherWords,
     OptionNames,
     WrittenOption,
+    accelerate_config,
+    allocation_variables,
     by_name,
     find_launchers,
+    has_missing_file,
     number_in,
+    with_allocation,
     written_options,
 )
 from holmes_ext.errors import HolmesError
@@ -62,6 +68,8 @@ def read_launches(words: Sequence[str], environ: Mapping[str, str]) -> list[Laun
         words: The command up to the script, which holds the launchers and their options.
         environ: Environment variables of the command.
     """
+    environ = {**environ, **allocation_variables(words)}
+    may_write_files = any(word.rpartition("/")[2] in ("sbatch", *SHELLS) for word in words)
     found = find_launchers(words, _READERS)
     if not found:  # a wrapper with options like those of torchrun
         options = by_name(written_options(words))
@@ -69,6 +77,11 @@ def read_launches(words: Sequence[str], environ: Mapping[str, str]) -> list[Laun
     launches = []
     for name, launcher_words in found:
         options = by_name(written_options(launcher_words))
+        if may_write_files and has_missing_file(options):
+            launches.append(
+                LaunchedNodes(name)
+            )  # the script writes the hostfile before it starts the job
+            continue
         try:
             launches.append(replace(_READERS[name](options, environ), launcher=name))
         except HolmesError as error:
@@ -114,6 +127,9 @@ def _read_torchrun(options: Options, environ: Mapping[str, str]) -> LaunchedNode
     processes = _number(options, *TORCHRUN.processes)
     if not processes.value and environ.get("PET_NPROC_PER_NODE", "").isdecimal():
         processes = _Number(int(environ["PET_NPROC_PER_NODE"]), "PET_NPROC_PER_NODE")
+    written = options.get("nproc-per-node", [""])[-1]
+    if written in ("gpu", "auto"):  # one for each GPU that torch finds
+        processes = _Number(number_in(environ.get(GPUS_ON_NODE, "")), f"--nproc-per-node {written}")
     return LaunchedNodes(
         launcher="torchrun",
         nodes=1 if not nodes_text and "nnodes" not in options else nodes,
@@ -205,7 +221,10 @@ def _read_mpirun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
     for name in ("hostfile", "machinefile", "default-hostfile", "f"):
         for value in options.get(name, []):
             host_flag = f"hostfile {value}"
-            slots.update({node.name: node.processes for node in read_hostfile(value)})
+            slots.update(read_slots(value))
+    for value in _rankfiles(options):
+        host_flag = f"rankfile {value}"
+        slots = read_rankfile(value, list(slots))
     launch = LaunchedNodes(
         "mpirun",
         processes=per_node.value,
@@ -233,6 +252,15 @@ def _read_mpirun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
         world_size=0,
         error=error,
     )
+
+
+def _rankfiles(options: Options) -> list[str]:
+    """Return the rankfiles among mpirun's options: -rf FILE, or --map-by rankfile:file=FILE."""
+    paths = [value for name in ("rankfile", "rf") for value in options.get(name, [])]
+    for value in options.get("map-by", []):
+        if value.startswith("rankfile:"):
+            paths += re.findall(r"file=([^,:]+)", value)
+    return paths
 
 
 def _add_slots(slots: dict[str, int], hosts: str) -> None:
@@ -272,15 +300,18 @@ def _read_srun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
 
     Args:
         options: Its options.
-        environ: Environment variables; not used.
+        environ: Environment variables. Inside of an allocation, SLURM_... are defaults of the options.
 
     Raises:
         HolmesError: --nodelist is no list of hosts.
     """
+    options = with_allocation(options, environ)
     nodes_text = options.get("nodes", options.get("N", [""]))[-1]
     nodes = number_in(nodes_text)
     tasks = _number(options, *SRUN.total)
     per_node = _number(options, *SRUN.processes)
+    if tasks.value and nodes > tasks.value:  # srun takes no more nodes than tasks
+        nodes = tasks.value
     names: list[str] = []
     for value in options.get("nodelist", options.get("w", [])):
         if "/" not in value:  # else it is a file
@@ -309,9 +340,6 @@ def _read_srun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
     )
 
 
-_CONFIG_LINE = re.compile(r"""\s*["']?(\w+)["']?\s*:\s*["']?([^"',#]*)["']?,?\s*(?:#.*)?""")
-
-
 def _read_accelerate(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
     """Return what `accelerate launch` starts.
 
@@ -325,7 +353,7 @@ def _read_accelerate(options: Options, environ: Mapping[str, str]) -> LaunchedNo
     path = options.get("config-file", [""])[-1]
     if path and not Path(path).is_file():
         return LaunchedNodes("accelerate", error=f"there is no --config_file {path}")
-    config = _accelerate_config(path, environ)
+    config = accelerate_config(path, environ)
 
     def value_of(name: str) -> str:
         return options.get(name.replace("_", "-"), [config.get(name, "")])[-1]
@@ -362,25 +390,6 @@ def _read_accelerate(options: Options, environ: Mapping[str, str]) -> LaunchedNo
         process_flag="--num_processes",
         error=error,
     )
-
-
-def _accelerate_config(path: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of accelerate's configuration file: key -> text, also of nested keys.
-
-    Args:
-        path: Path of the file, YAML or JSON; "" for the default one.
-        environ: Environment variables.
-    """
-    if not path:
-        cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '')}/.cache"
-        home = environ.get("HF_HOME") or f"{cache}/huggingface"
-        path = f"{home}/accelerate/default_config.yaml"
-    try:
-        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return {}
-    matches = [_CONFIG_LINE.fullmatch(line) for line in lines]
-    return {match[1]: match[2].strip() for match in matches if match and match[2].strip()}
 
 
 _READERS: dict[str, Callable[[Options, Mapping[str, str]], LaunchedNodes]] = {

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 
+from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.doctor.launch import LaunchedNodes
@@ -87,20 +89,76 @@ def check_launchers(launches: Sequence[LaunchedNodes]) -> Iterator[Finding]:
         yield from _check_nested(launches[0], launches[-1])
 
 
-def check_launch(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Iterator[Finding]:
+def with_own_name(
+    launches: Sequence[LaunchedNodes], node: NodeReport | None
+) -> list[LaunchedNodes]:
+    """Return what launchers start, with the name of a node in place of its IP address.
+
+    Args:
+        launches: What the launchers of a command start.
+        node: The node whose addresses are known; None if there is none.
+    """
+    if node is None:
+        return list(launches)
+    addresses = _addresses_of(node)
+    return [
+        replace(
+            launch,
+            hosts={
+                node.name if host in addresses else host: count
+                for host, count in launch.hosts.items()
+            },
+        )
+        for launch in launches
+    ]
+
+
+def _addresses_of(node: NodeReport) -> set[str]:
+    """Return the IP addresses of a node's NICs, without the length of their network's prefix."""
+    return {address.partition("/")[0] for nic in node.nics for address in nic.addresses}
+
+
+def check_launch(
+    launches: Sequence[LaunchedNodes], spec: SiteSpec, node: NodeReport | None = None
+) -> Iterator[Finding]:
     """Yield findings if a command starts other nodes or processes than cluster.toml allows.
 
     Args:
         launches: What the launchers of the command start, the outermost first.
         spec: Content of cluster.toml.
+        node: The node on which the command is checked, with its addresses; None if it is not known.
     """
     yield from _check_node_count(launches, spec)
     for position, launch in enumerate(launches):
         yield from _check_hosts(launch, spec)
+        if node is not None:
+            yield from _check_own_address(launch, spec, node)
         factors = [inner.processes for inner in launches[position + 1 :]]
         if launch.launcher != "srun" and all(factors):
             yield from _check_slots(launch, spec, started_each=prod(factors))
     yield from _check_processes(launches, spec)
+
+
+def check_gpus(launches: Sequence[LaunchedNodes], gpus: int) -> Iterator[Finding]:
+    """Yield a finding if a command starts more processes on a node than the scheduler gives it GPUs.
+
+    Args:
+        launches: What the launchers of the command start, the outermost first.
+        gpus: GPUs of the job on each node, 0 if they are not known.
+    """
+    counts = [launch.processes or max(launch.hosts.values(), default=0) for launch in launches]
+    if not gpus or not launches or not counts[-1]:
+        return
+    processes = prod(count or 1 for count in counts)
+    if processes > gpus:
+        flags = [launch.process_flag or launch.host_flag for launch in launches]
+        yield problem(
+            " x ".join(flag for flag, count in zip(flags, counts) if count),
+            what=f"starts {counted(processes, 'process')} on a node, but Slurm gives the job "
+            f"{counted(gpus, 'GPU')} there (--gpus-per-node, --gres or --gpus)",
+            why='the ranks without a GPU end with "invalid device ordinal"',
+            mend="request as many GPUs as processes on each node",
+        )
 
 
 def _check_nested(outer: LaunchedNodes, inner: LaunchedNodes) -> Iterator[Finding]:
@@ -174,6 +232,29 @@ def _check_hosts(launch: LaunchedNodes, spec: SiteSpec) -> Iterator[Finding]:
             what=f"{some_of(addresses, _MOST_NAMED)}: IP addresses are not compared with {spec.source}",
             why="the file has host names, and a node reports its own (`hostname`)",
             mend="nothing, if these are nodes of the file",
+        )
+
+
+def _check_own_address(
+    launch: LaunchedNodes, spec: SiteSpec, node: NodeReport
+) -> Iterator[Finding]:
+    """Yield a finding if a launcher starts all nodes of cluster.toml by addresses, none of them this node's.
+
+    Args:
+        launch: What the launcher starts.
+        spec: Content of cluster.toml.
+        node: This node. If it is in no cluster, or its addresses are not known, there is no finding.
+    """
+    addresses = _addresses_of(node)
+    has_all_nodes = len(launch.hosts) == len(spec.cluster_by_node)
+    are_addresses = all(_is_address(host) for host in launch.hosts)
+    if has_all_nodes and are_addresses and addresses and spec.known_as(node.name):
+        yield note(
+            launch.host_flag,
+            what=f"has as many addresses as {spec.source} has nodes, and none is one of {node.name} "
+            f"({some_of(sorted(addresses), _MOST_NAMED)})",
+            why="another node may be started in its place",
+            mend=f"compare the addresses with those of {node.name} (ip addr)",
         )
 
 

@@ -9,12 +9,15 @@ The names of options are compared without their dashes, and with "-" for "_".
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 #: Numbers with more digits count as not given.
 MAX_DIGITS = 6
+#: Variable of Slurm with the number of GPUs that a job has on the node.
+GPUS_ON_NODE = "SLURM_GPUS_ON_NODE"
 _ASSIGNMENT = re.compile(r"([A-Z][A-Z0-9_]*)=(.*)")
 #: Options whose number may follow without a space: "-N4", "-n32".
 _JOINED = re.compile(r"-([NnHwc])([0-9].*)")
@@ -144,6 +147,184 @@ def number_in(text: str) -> int:
     fewest, _, most = text.replace("-", ":").partition(":")
     is_number = fewest.isdecimal() and len(fewest) <= MAX_DIGITS and most in ("", fewest)
     return int(fewest) if is_number else 0
+
+
+#: Option of sbatch -> its long name. Only these options say something about nodes and processes.
+_ALLOCATION_OPTIONS = {
+    **{name: name for name in ("nodes", "ntasks", "ntasks-per-node", "nodelist")},
+    **{name: name for name in ("gres", "gpus", "gpus-per-node", "gpus-per-task")},
+    **{"N": "nodes", "n": "ntasks", "w": "nodelist", "G": "gpus"},
+}
+_HET_JOB = ("hetjob", "packjob")
+#: GPUs in a value of --gres or --gpus-per-node: "gpu:8", "gpu:a100:8(S:0-1)", "a100:8", "8".
+_GRES_GPUS = re.compile(r"gpu(?::[A-Za-z][^:,()]*)?(?::(\d+))?(?:\(.*)?")
+_PER_NODE_GPUS = re.compile(r"(?:[A-Za-z][^:,]*:)?(\d+)")
+
+
+def allocation_options(words: Sequence[str]) -> list[str]:
+    """Return the options of sbatch that say something about nodes and processes, as --name=value.
+
+    Of a heterogeneous job (hetjob), only options stay that say the same for each node of every component.
+    Which components a step uses, and so how many nodes, is up to srun --het-group.
+
+    Args:
+        words: Options of a script's #SBATCH lines.
+    """
+    components: list[dict[str, str]] = [{}]
+    for word, next_word in zip(words, [*words[1:], ""]):
+        if word in _HET_JOB:
+            components.append({})
+        for option in written_options([word, next_word])[:1] if word.startswith("-") else []:
+            name = _ALLOCATION_OPTIONS.get(option.name, "")
+            if name:
+                components[-1][name] = option.value
+    shared = dict(components[0])
+    for component in components[1:]:
+        shared = {name: value for name, value in shared.items() if component.get(name) == value}
+    if len(components) > 1:
+        for name in ("nodes", "ntasks", "gpus", "nodelist"):
+            shared.pop(name, None)
+    return [f"--{name}={value}" for name, value in shared.items()]
+
+
+def allocation_variables(words: Sequence[str]) -> dict[str, str]:
+    """Return the SLURM_... variables that a command has inside of `sbatch OPTIONS` or `salloc OPTIONS`.
+
+    Args:
+        words: The words of a command before the script that sbatch or salloc starts.
+    """
+    launchers = find_launchers(words, ("sbatch", "salloc"))
+    if not launchers:
+        return {}
+    values = _allocation_values(launchers[0].words)
+    variables: dict[str, str] = {}
+    nodes = number_in(values.get("nodes", ""))
+    if nodes:
+        variables |= {"SLURM_NNODES": str(nodes), "SLURM_JOB_NUM_NODES": str(nodes)}
+    per_node = number_in(values.get("ntasks-per-node", ""))
+    if per_node:
+        variables["SLURM_NTASKS_PER_NODE"] = str(per_node)
+    tasks = number_in(values.get("ntasks", "")) or nodes * per_node
+    if tasks:
+        variables |= {"SLURM_NTASKS": str(tasks), "SLURM_NPROCS": str(tasks)}
+    gpus = _requested_gpus(values)
+    if gpus:
+        variables[GPUS_ON_NODE] = str(gpus)
+    if "gpus-per-node" in values:
+        variables["SLURM_GPUS_PER_NODE"] = values["gpus-per-node"]
+    if values.get("nodelist") and "/" not in values["nodelist"]:
+        variables["SLURM_JOB_NODELIST"] = values["nodelist"]
+    return variables
+
+
+def gpus_on_node(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Return how many GPUs Slurm gives a command on each node, 0 if that is not known.
+
+    Args:
+        words: The command up to the script. The options of its last srun, sbatch or salloc that says the
+            number count.
+        environ: Environment variables, which have the number inside of an allocation.
+    """
+    for launcher in reversed(find_launchers(words, ("srun", "sbatch", "salloc"))):
+        gpus = _requested_gpus(_allocation_values(launcher.words))
+        if gpus:
+            return gpus
+    return number_in(environ.get(GPUS_ON_NODE, ""))
+
+
+def _allocation_values(words: Sequence[str]) -> dict[str, str]:
+    """Return the last values of options of srun or sbatch: long name -> value."""
+    options = by_name(written_options(words))
+    return {
+        long_name: options[name][-1]
+        for name, long_name in _ALLOCATION_OPTIONS.items()
+        if name in options
+    }
+
+
+def _requested_gpus(options: Mapping[str, str]) -> int:
+    """Return the number of GPUs on each node that options of sbatch request, 0 if they do not say it.
+
+    Args:
+        options: Long name of an option -> its value.
+    """
+    match = _PER_NODE_GPUS.fullmatch(options.get("gpus-per-node", ""))
+    if match:
+        return number_in(match[1])
+    for item in options.get("gres", "").removeprefix("gres/").split(","):
+        match = _GRES_GPUS.fullmatch(item)
+        if match:
+            return number_in(match[1] or "1")
+    nodes = number_in(options.get("nodes", ""))
+    match = _PER_NODE_GPUS.fullmatch(options.get("gpus", ""))
+    total = number_in(match[1]) if match else 0
+    if nodes and total % nodes == 0:
+        return total // nodes
+    return 0
+
+
+#: Option of srun -> its short form, and the variable with its default inside of an allocation.
+_DEFAULTS_OF_SRUN = {
+    "nodes": ("N", "SLURM_NNODES"),
+    "ntasks": ("n", "SLURM_NTASKS"),
+    "ntasks-per-node": ("", "SLURM_NTASKS_PER_NODE"),
+}
+
+
+def with_allocation(
+    options: Mapping[str, Sequence[str]], environ: Mapping[str, str]
+) -> Mapping[str, Sequence[str]]:
+    """Return srun's options, with those of the surrounding allocation where srun has none of its own.
+
+    Variables of a step (SLURM_STEP_ID) say what that step has, not the allocation. Where an option gives
+    the tasks, or a --het-group chooses a part of the allocation, tasks or nodes of all of it do not count.
+
+    Args:
+        options: Options of srun.
+        environ: Environment variables.
+    """
+    if "SLURM_STEP_ID" in environ or "het-group" in options:
+        return options
+    names_hosts = not {"nodelist", "w"}.isdisjoint(options)
+    has_tasks = not {"ntasks", "n", "ntasks-per-node"}.isdisjoint(options)
+    merged: dict[str, Sequence[str]] = dict(options)
+    for name, (short, variable) in _DEFAULTS_OF_SRUN.items():
+        is_counted = not names_hosts if name == "nodes" else not has_tasks
+        if is_counted and name not in options and short not in options and variable in environ:
+            merged[name] = [environ[variable]]
+    return merged
+
+
+#: Options of launchers that name a file with hosts.
+_FILE_OPTIONS = ("hostfile", "machinefile", "default-hostfile", "rankfile", "rf", "config-file")
+
+
+def has_missing_file(options: Mapping[str, Sequence[str]]) -> bool:
+    """Return whether an option names a file with hosts that does not exist."""
+    paths = [value for name in _FILE_OPTIONS for value in options.get(name, [])]
+    return any(path and not Path(path).is_file() for path in paths)
+
+
+_CONFIG_LINE = re.compile(r"""\s*["']?(\w+)["']?\s*:\s*["']?([^"',#]*)["']?,?\s*(?:#.*)?""")
+
+
+def accelerate_config(path: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of accelerate's configuration file: key -> text, also of nested keys.
+
+    Args:
+        path: Path of the file, YAML or JSON; "" for the default one.
+        environ: Environment variables.
+    """
+    if not path:
+        cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '')}/.cache"
+        home = environ.get("HF_HOME") or f"{cache}/huggingface"
+        path = f"{home}/accelerate/default_config.yaml"
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    matches = [_CONFIG_LINE.fullmatch(line) for line in lines]
+    return {match[1]: match[2].strip() for match in matches if match and match[2].strip()}
 
 
 def exported_variables(words: Sequence[str]) -> dict[str, str]:

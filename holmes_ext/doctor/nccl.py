@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,6 +31,8 @@ from holmes_ext.cluster.resolve import resolve_site
 from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.finding import Finding, note, problem
+from holmes_ext.doctor.nccl_names import check_hca_names, check_socket_names
+from holmes_ext.doctor.variables import check_gid_index
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import grouped, some_of
 
@@ -55,6 +57,8 @@ _ANY_PLUGIN_ADVICE = (
     "install the plugin of the NIC's vendor, and add the folder of its libnccl-net*.so to LD_LIBRARY_PATH or "
     "its path to NCCL_NET_PLUGIN"
 )
+#: NICs that a finding names.
+_MOST_NAMED = 4
 #: Versions whose source was checked: from the first to before the second.
 _FIRST_CHECKED = Version("2.18")
 _FIRST_UNCHECKED = Version("2.31.dev0")
@@ -82,7 +86,10 @@ def installed_nccl() -> InstalledNccl:
 
 
 def check_nccl(
-    nccl_of_node: NcclOfNode, environ: Mapping[str, str], nics: Sequence[Nic] = ()
+    nccl_of_node: NcclOfNode,
+    environ: Mapping[str, str],
+    nics: Sequence[Nic] = (),
+    unused: Collection[str] = (),
 ) -> Iterator[Finding]:
     """Yield findings about the configuration files and network plugins of NCCL on a node.
 
@@ -90,6 +97,7 @@ def check_nccl(
         nccl_of_node: NCCL's settings and libraries on the node.
         environ: Environment variables of the node.
         nics: The NICs of the node.
+        unused: Names of the NICs that cluster.toml leaves out.
     """
     # NICs of a captured /sys belong to another machine, whose plugins are not known here. In
     # `holmes lab`, HOLMES_SYSFS names emulated NICs of this machine instead.
@@ -113,13 +121,7 @@ def check_nccl(
                 " its own (ncclInvalidUsage)",
                 mend="take the line out of the file",
             )
-        if name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"):
-            yield note(
-                file,
-                what=f"sets {name}={value}",
-                why="holmes keeps your setting",
-                mend="take the line out of the file unless it is meant so",
-            )
+        yield from _check_line(name, FileSetting(value, file), () if is_captured else nics, unused)
     if nccl_of_node.plugin:
         yield _note_on_plugin(nccl_of_node, nics)
         _, version = installed_nccl()
@@ -140,6 +142,73 @@ def check_nccl(
                 why='free(): double free, in a job without holmes or with net = "auto"',
                 mend="export NCCL_NET_PLUGIN=none on nodes without RDMA, or take another NCCL",
             )
+
+
+#: Variables that select NICs, and which holmes sets unless the user has.
+_SELECTING = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX")
+
+
+def _check_line(
+    name: str, setting: FileSetting, nics: Sequence[Nic], unused: Collection[str]
+) -> Iterator[Finding]:
+    """Yield findings about one line of a configuration file of NCCL.
+
+    Args:
+        name: The variable that the line sets, as NCCL reads it: with blanks, if there are any before "=".
+        setting: Its value, and the file.
+        nics: The NICs of the node, () if they are not known.
+        unused: Names of the NICs that cluster.toml leaves out.
+    """
+    value, file = setting
+    meant = name.strip().removeprefix("export").strip()
+    if meant != name and meant.startswith("NCCL_"):
+        yield problem(
+            file,
+            what=f"line {name}={value!r:.80} sets a variable called {name!r:.40}",
+            why="NCCL takes all that stands before the = for the name, so the line has no effect",
+            mend=f"write {meant}={value.strip()}",
+        )
+    elif name.startswith("NCCL_") and value != value.strip():
+        yield problem(
+            file,
+            what=f"the value of {name} is {value!r:.80}, with a blank or the end of a Windows line",
+            why="NCCL takes the whole rest of the line for the value",
+            mend=f"write {name}={value.strip()}",
+        )
+    elif name in _SELECTING:
+        problems = list(_problems_of_value(name, value, nics, unused)) if nics else []
+        for finding in problems:
+            remedy = "take the line out of the file: holmes sets the variable on each node"
+            yield replace(finding, about=file, what=f"sets {name}: {finding.what}", mend=remedy)
+        if not problems:
+            yield note(
+                file,
+                what=f"sets {name}={value}",
+                why="holmes keeps your setting",
+                mend="take the line out of the file unless it is meant so",
+            )
+    elif name == "NCCL_IB_DISABLE" and value not in ("", "0"):
+        verbs_nics = [nic.name for nic in nics if nic.fast and nic.usable and KINDS[nic.kind].verbs]
+        if verbs_nics:
+            yield problem(
+                file,
+                what=f"sets {name}={value}, though {some_of(verbs_nics, _MOST_NAMED)} can be used",
+                why="every NCCL group goes over TCP sockets",
+                mend="take the line out of the file",
+            )
+
+
+def _problems_of_value(
+    name: str, value: str, nics: Sequence[Nic], unused: Collection[str]
+) -> Iterator[Finding]:
+    """Return the problems that the value of a variable of _SELECTING would be in the environment, too."""
+    if name == "NCCL_SOCKET_IFNAME":
+        found = check_socket_names(value, nics)
+    elif name == "NCCL_IB_HCA":
+        found = check_hca_names(value, [nic for nic in nics if nic.fast], unused)
+    else:
+        found = check_gid_index(value, [nic for nic in nics if nic.kind == "roce" and nic.usable])
+    return (finding for finding in found if finding.level == "problem")
 
 
 def _note_on_plugin(nccl_of_node: NcclOfNode, nics: Sequence[Nic]) -> Finding:

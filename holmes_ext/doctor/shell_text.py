@@ -1,25 +1,72 @@
-"""Reads the text of `bash -c "..."` as a shell would, as far as that is needed to find a training command.
+"""Reads a shell script, or the text of `bash -c "..."`, as far as that is needed to find a training command.
 
 The text is split into simple commands (at `;`, `&&`, `|`, line ends ...), quotes are removed, and variables
 that the text itself assigns, or that are in the environment, are replaced by their values. Nothing is run:
-words with other variables, or with $(...), stay as they are.
+words with other variables, or with $(...), stay as they are. So do variables that are assigned in a branch
+or a loop: which branch runs is not known.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 #: Characters that end a simple command.
 _SEPARATORS = ";&|\n()"
 _BLANKS = " \t\r"
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?-([^{}$]*))?\})")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+#: $NAME, ${NAME}, or ${NAME:-DEFAULT}, whose default may have a variable itself.
+_VARIABLE = re.compile(
+    r"\$(?:([A-Za-z_]\w*|[0-9])|"
+    r"\{([A-Za-z_]\w*|[0-9])(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\})"
+)
+#: All items of an array: ${ARGS[@]} or ${ARGS[*]}; of the script's arguments: $@ or $*.
+_ALL_ITEMS = re.compile(r"\$(?:\{(\w+)\[[@*]\]\}|\{?[@*]\}?)")
+#: Array of the arguments of a script.
+_ARGUMENTS = "@"
+#: Begin of an array, up to its parenthesis: ARGS=( or ARGS+=(
+_ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)", re.DOTALL)
+_NAME_IN_ARITHMETIC = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
+#: Lines of text that a command reads: cat > FILE <<EOF ... EOF
+_HERE_DOCUMENT = re.compile(
+    r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*)\n(?:.*?\n)??[ \t]*\2[ \t]*$", re.DOTALL | re.MULTILINE
+)
 #: Words before a command that do not change which program it starts.
-_KEYWORDS = ("exec", "time", "then", "do", "else", "{", "!", "if", "while", "command")
+_KEYWORDS = (
+    "exec",
+    "time",
+    "then",
+    "do",
+    "else",
+    "elif",
+    "{",
+    "!",
+    "if",
+    "while",
+    "until",
+    "command",
+)
+#: First words of a part of a script that may run or not, or several times, and of its end.
+_BRANCH_BEGINS = ("if", "case", "for", "while", "until", "select")
+_BRANCH_ENDS = ("fi", "esac", "done")
+#: First words of a condition: [ -n "$NODES" ] && NODES=2
+_CONDITIONS = ("[", "[[", "test")
+#: Words before assignments.
+_DECLARATIONS = ("export", "readonly", "declare", "local")
 #: Begin of a word that only a running shell can replace: $NAME, ${NAME}, $(...), $1 or `...`.
 _UNKNOWN = re.compile(r"\$[\w{(@*#]|`")
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 
 
 def has_variable(word: str) -> bool:
@@ -27,7 +74,30 @@ def has_variable(word: str) -> bool:
     return bool(_UNKNOWN.search(word))
 
 
-def simple_commands(text: str, environ: Mapping[str, str]) -> list[list[str]]:
+def batch_options(text: str) -> list[str]:
+    """Return the words of the #SBATCH lines of a script for Slurm.
+
+    As in sbatch, they count up to the first command of the script, and a "#" after an option begins a
+    comment.
+
+    Args:
+        text: The script.
+    """
+    words = []
+    for line in text.splitlines():
+        if line.startswith("#SBATCH"):
+            try:
+                words += shlex.split(line.removeprefix("#SBATCH"), comments=True)
+            except ValueError:  # a quote that is not closed
+                continue
+        elif line.strip() and not line.lstrip().startswith("#"):
+            break
+    return words
+
+
+def simple_commands(
+    text: str, environ: Mapping[str, str], arguments: tuple[str, ...] = ()
+) -> list[list[str]]:
     """Return the words of each simple command in the text of a shell script.
 
     Redirections and comments are left out. Assignments (A=B, export A=B) give no command, but values of
@@ -36,22 +106,65 @@ def simple_commands(text: str, environ: Mapping[str, str]) -> list[list[str]]:
     Args:
         text: The text, such as "cd /work && torchrun train.py --lr $LR > log 2>&1".
         environ: Environment variables, for variables that the text does not assign.
+        arguments: Arguments of the script: $1, $2, ...
     """
-    variables = dict(environ)
+    variables = {**environ, **{str(number): word for number, word in enumerate(arguments[:9], 1)}}
+    arrays = {_ARGUMENTS: list(arguments)} if arguments else {}
+    text = _HERE_DOCUMENT.sub(r"\3\n", text.replace("\\\n", " "))
+    reader = _Reader(text, variables, arrays)
     commands = []
-    for words in _Reader(text.replace("\\\n", " "), variables).commands():
+    branch_depth = 0  # number of branches and loops around the command
+    for words in reader.commands():
+        if not words:  # between the two characters of "&&", for example
+            continue
+        branch_depth += _branch_steps(words)
+        may_not_run = reader.may_not_run
+        reader.may_not_run = branch_depth > 0 or words[0] in _CONDITIONS
         while words and words[0] in _KEYWORDS:
             words = words[1:]
-        if words and words[0] == "export":
+        if words and words[0] in _DECLARATIONS:
             assignments = [_ASSIGNMENT.fullmatch(word) for word in words[1:]]
         else:
             assignments = [_ASSIGNMENT.fullmatch(word) for word in words]
-        if words and (words[0] == "export" or all(assignments)):
+        if words and (words[0] in _DECLARATIONS or all(assignments)):
             for match in filter(None, assignments):
-                variables[match[1]] = match[2]
+                reader.assign(match, may_not_run)
         elif words:
             commands.append(words)
     return commands
+
+
+def _branch_steps(words: list[str]) -> int:
+    """Return by how much a command changes the number of branches and loops around the next ones."""
+    while words and words[0] in ("then", "do", "else", "{"):
+        words = words[1:]
+    if words and words[0] in _BRANCH_BEGINS:
+        return 1
+    return -1 if words and words[0] in _BRANCH_ENDS else 0
+
+
+def _value_of_arithmetic(text: str, variables: Mapping[str, str]) -> str:
+    """Return the value of the text between $(( and )); "" if it has more than known numbers and + - * / %.
+
+    Args:
+        text: The text, such as "NODES * $GPUS".
+        variables: Values of the variables.
+    """
+    replaced = _NAME_IN_ARITHMETIC.sub(lambda match: variables.get(match[1], "?"), text)
+    try:
+        tree = ast.parse(replaced.replace("/", "//").strip(), mode="eval")
+        return str(_number_of_node(tree.body))
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return ""
+
+
+def _number_of_node(node: ast.expr) -> int:
+    """Return the number that an expression gives; raise ValueError if it has other operators or words."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_number_of_node(node.left), _number_of_node(node.right))
+    raise ValueError("no arithmetic of whole numbers")
 
 
 @dataclass
@@ -59,7 +172,12 @@ class _Reader:
     """Splits a text into words, character by character, with the rules of a POSIX shell."""
 
     text: str
-    variables: Mapping[str, str]  # read while the text is split, so that assignments before count
+    variables: dict[str, str]  # read while the text is split, so that assignments before count
+    arrays: dict[str, list[str]]  # name -> its items
+    unknown: set[str] = field(default_factory=set)  # variables that a branch or a loop assigns
+    may_not_run: bool = (
+        False  # whether the next command is in a branch or loop, or after a condition
+    )
     position: int = 0
     word: str = ""  # that is being read
     has_word: bool = False  # also true for an empty word, ""
@@ -72,30 +190,80 @@ class _Reader:
         """
         while self.position < len(self.text):
             character = self.text[self.position]
-            if character in "'\"":
-                self._read_quoted(character)
-            elif character == "\\":
-                self._add(self.text[self.position + 1 : self.position + 2])
-                self.position += 2
-            elif character in "<>" or self.text.startswith("&>", self.position):
-                self._skip_redirection()
-            elif character == "$" or character == "`":
-                self._read_expansion(is_quoted=False)
-            elif character == "#" and not self.has_word:
-                end = self.text.find("\n", self.position)
-                self.position = len(self.text) if end < 0 else end
-            elif character in _BLANKS:
-                self._end_word()
-                self.position += 1
-            elif character in _SEPARATORS:
+            array = _ARRAY.fullmatch(self.word) if character == "(" else None
+            if array is not None:
+                self._read_array(array[1], is_appended=bool(array[2]))
+            elif character in _SEPARATORS and not self.text.startswith("&>", self.position):
                 self._end_word()
                 yield self._pop_words()
                 self.position += 1
             else:
-                self._add(character)
-                self.position += 1
+                self._read_character(character)
         self._end_word()
         yield self._pop_words()
+
+    def assign(self, match: re.Match[str], may_not_run: bool) -> None:
+        """Carry out an assignment, A=B or A+=B.
+
+        Args:
+            match: Match of _ASSIGNMENT.
+            may_not_run: Whether the assignment is in a branch or loop. The value is then not known.
+        """
+        name, plus, value = match.groups()
+        if may_not_run:
+            self.variables.pop(name, None)
+            self.unknown.add(name)
+        elif not plus:
+            self.variables[name] = value
+            self.unknown.discard(name)
+        elif name in self.variables:
+            self.variables[name] += value
+
+    def _read_character(self, character: str) -> None:
+        """Read what a character that separates no commands begins: a quote, a variable, a comment ..."""
+        if character in "'\"":
+            self._read_quoted(character)
+        elif character == "\\":
+            self._add(self.text[self.position + 1 : self.position + 2])
+            self.position += 2
+        elif character in "<>" or self.text.startswith("&>", self.position):
+            self._skip_redirection()
+        elif character == "$" or character == "`":
+            self._read_expansion(is_quoted=False)
+        elif character == "#" and not self.has_word:
+            end = self.text.find("\n", self.position)
+            self.position = len(self.text) if end < 0 else end
+        elif character in _BLANKS:
+            self._end_word()
+            self.position += 1
+        else:
+            self._add(character)
+            self.position += 1
+
+    def _read_array(self, name: str, is_appended: bool) -> None:
+        """Read the items of an array up to its closing parenthesis.
+
+        Args:
+            name: Name of the array.
+            is_appended: Whether the items follow those that the array has: NAME+=(...).
+        """
+        self.word = ""
+        self.has_word = False
+        outer_words = self._pop_words()
+        self.position += 1
+        while self.position < len(self.text) and self.text[self.position] != ")":
+            character = " " if self.text[self.position] == "\n" else self.text[self.position]
+            self._read_character(character)
+        self.position += 1
+        self._end_word()
+        items = self._pop_words()
+        self.words = outer_words
+        if self.may_not_run:  # which items the array gets is not known
+            self.arrays.pop(name, None)
+        elif not is_appended:
+            self.arrays[name] = items
+        elif name in self.arrays:
+            self.arrays[name] += items
 
     def _add(self, text: str) -> None:
         self.word += text
@@ -138,6 +306,17 @@ class _Reader:
             is_quoted: Whether the variable stands between double quotes. If not, blanks in its value end
                 the current word.
         """
+        items = _ALL_ITEMS.match(self.text, self.position)
+        if items is not None and (items[1] or _ARGUMENTS) in self.arrays:
+            self.position = items.end()
+            self._add_items(self.arrays[items[1] or _ARGUMENTS])
+            return
+        arithmetic = _ARITHMETIC.match(self.text, self.position)
+        result = _value_of_arithmetic(arithmetic[1], self.variables) if arithmetic else ""
+        if arithmetic is not None and result:
+            self.position = arithmetic.end()
+            self._add(result)
+            return
         match = _VARIABLE.match(self.text, self.position)
         if match is None:
             end = self._end_of_command()
@@ -145,7 +324,7 @@ class _Reader:
             self.position = end
             return
         self.position = match.end()
-        value = self.variables.get(match[1] or match[2], match[3])
+        value = self._value_of(match)
         if value is None:
             self._add(match[0])  # without a value here
         elif is_quoted:
@@ -156,6 +335,30 @@ class _Reader:
                     self._end_word()
                 if part:
                     self._add(part)
+
+    def _value_of(self, match: re.Match[str]) -> str | None:
+        """Return the value of a variable, or its default in ${NAME:-DEFAULT}; None if it is not known.
+
+        Args:
+            match: Match of _VARIABLE.
+        """
+        name = match[1] or match[2]
+        if name in self.unknown:
+            return None
+        if self.variables.get(name):
+            return self.variables[name]
+        if self.arrays.get(name):
+            return self.arrays[name][0]  # $ARGS of an array is its first item
+        if match[3] is None:
+            return self.variables.get(name)
+        return _VARIABLE.sub(lambda inner: self._value_of(inner) or inner[0], match[3])
+
+    def _add_items(self, items: list[str]) -> None:
+        """Add the items of an array as words: the first belongs to the current word, as in a shell."""
+        for number, item in enumerate(items):
+            if number > 0:
+                self._end_word()
+            self._add(item)
 
     def _end_of_command(self) -> int:
         """Return the position after $(...) or `...`, or after a lone $."""

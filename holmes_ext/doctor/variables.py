@@ -75,7 +75,7 @@ def check_variables(
     fast_nics = [nic for nic in nics if nic.fast]
     roce_nics = [nic for nic in nics if nic.kind == "roce" and nic.usable]
     yield from check_hca_names(environ.get("NCCL_IB_HCA", ""), fast_nics, unused)
-    yield from _check_gid_index(environ.get("NCCL_IB_GID_INDEX", ""), roce_nics)
+    yield from check_gid_index(environ.get("NCCL_IB_GID_INDEX", ""), roce_nics)
     verbs_nics = [nic.name for nic in fast_nics if nic.usable and KINDS[nic.kind].verbs]
     yield from _check_network_overrides(environ, verbs_nics)
     yield from _check_unknown_variables(environ)
@@ -102,7 +102,7 @@ def _check_whole_names(variable: str, value: str, nics: Sequence[Nic]) -> Iterat
         )
 
 
-def _check_gid_index(value: str, roce_nics: Sequence[Nic]) -> Iterator[Finding]:
+def check_gid_index(value: str, roce_nics: Sequence[Nic]) -> Iterator[Finding]:
     """Yield a finding if NCCL_IB_GID_INDEX is not the index of a RoCE v2 GID of every RoCE NIC.
 
     Args:

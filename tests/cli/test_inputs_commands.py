@@ -129,7 +129,10 @@ def test_a_variable_without_a_value_is_named(planned):
         ),
         ("llamafactory-cli train llama3.yaml", "llamafactory-cli train takes the model and its"),
         ("bash -c 'axolotl train config.yml'", "axolotl train takes the model and its settings"),
-        ("bash train.sh", "bash train.sh: train.sh is a shell script, which holmes does not run"),
+        (
+            "bash train.sh",
+            "bash train.sh: train.sh is a shell script, and there is no such file here",
+        ),
         ("./my_trainer --steps 5", "./my_trainer --steps 5: no training script"),
     ],
 )

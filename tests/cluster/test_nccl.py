@@ -1,6 +1,8 @@
 """What NCCL would find on a node: read from files laid out here, by the rules of NCCL's source."""
 
 import os
+import pwd
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,12 +23,30 @@ def files(tmp_path, monkeypatch):
     tmp_path/etc."""
     monkeypatch.setattr(file_settings, "__defaults__", (str(tmp_path / "etc"),))
     (tmp_path / "home").mkdir()
+    entry = SimpleNamespace(pw_dir=str(tmp_path / "home"))
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: entry)
 
     def write(name, text):
         (tmp_path / name).write_text(text)
-        return {"HOME": str(tmp_path / "home")}
+        return {"HOME": "/elsewhere"}  # NCCL looks into the user database
 
     return write
+
+
+def test_a_user_without_an_entry_has_no_file_of_their_own(files, tmp_path, monkeypatch):
+    def missing(_):
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", missing)
+    files("etc", "NCCL_DEBUG=INFO\n")
+    assert file_settings({}) == {"NCCL_DEBUG": ("INFO", str(tmp_path / "etc"))}
+
+
+def test_values_are_the_rest_of_the_line_as_in_nccl(files):
+    """strncpy() in param.cc: a comment, quotes, and the end of a Windows line belong to the value."""
+    files("etc", 'NCCL_A=1 # one\r\nNCCL_B="x"\nNCCL_C =3\n')
+    values = {name: setting.value for name, setting in file_settings({}).items()}
+    assert values == {"NCCL_A": "1 # one\r", "NCCL_B": '"x"', "NCCL_C ": "3"}
 
 
 def test_files_set_what_the_environment_lacks_and_the_first_wins(files, tmp_path):

@@ -28,6 +28,10 @@ def folder(tmp_path, monkeypatch):
         "strange": "x01 slots=8\nx02 slots=8\n",
         "mpi_hosts": "a1 slots=8\na2 slots=8\n",
         "bad": "a1:8\n",
+        "ranks": "".join(f"rank {n}=a{1 + n // 8} slot={n % 8}\n" for n in range(16)),
+        "relative": "".join(f"rank {n}=+n{n // 8} slot={n % 8}\n" for n in range(16)),
+        "far": "rank 0=+n7 slot=0\n",
+        "addresses": "10.0.0.1 slots=8\n10.0.0.2 slots=8\n10.0.0.3 slots=8\n10.0.0.4 slots=8\n",
         "machines.yaml": "distributed_type: FSDP\nnum_machines: 4 # all\nnum_processes: 32\n",
         "machines.json": '{\n  "num_machines": 2,\n  "num_processes": 8\n}\n',
         "pdsh.yaml": "deepspeed_config:\n  deepspeed_hostfile: four\nnum_machines: 4\nnum_processes: 16\n",
@@ -98,6 +102,10 @@ def test_a_command_that_fits_the_file_has_no_finding(command):
         ("deepspeed --include localhost:0,1,2,3,4,5,6,7", "a1"),
         ("mpirun -np 16 --hostfile hosts", "a1, a2"),
         ("mpirun -H b1:8,b2:8", "b1, b2"),
+        ("mpirun -rf ranks python", "a1, a2"),
+        ("mpirun -np 16 --rankfile ranks python", "a1, a2"),
+        ("mpirun --map-by rankfile:file=ranks python", "a1, a2"),
+        ("mpirun --hostfile hosts --rankfile relative python", "a1, a2"),
         ("srun --nodelist b[1-2] --ntasks-per-node 8", "b1, b2"),
         ("srun -N 2 --ntasks 16", "a1, a2"),
         ("accelerate launch --num_machines 2 --num_processes 16", "a1, a2"),
@@ -285,12 +293,19 @@ def test_variables_that_a_command_sets(command, variables):
     assert exported_variables(shlex.split(command)) == variables
 
 
-def test_addresses_in_place_of_names_are_no_problem():
-    Path("addresses").write_text(
-        "10.0.0.1 slots=8\n10.0.0.2 slots=8\n10.0.0.3 slots=8\n10.0.0.4 slots=8\n"
-    )
-    (line,) = findings("deepspeed --hostfile addresses")
+@pytest.mark.parametrize(
+    "launcher", ["deepspeed --hostfile", "mpirun -np 32 --hostfile", "mpirun -machinefile"]
+)
+def test_addresses_in_place_of_names_are_no_problem(launcher):
+    (line,) = findings(f"{launcher} addresses")
     assert line.startswith("note hostfile addresses: 10.0.0.1, ") and "are not compared" in line
+
+
+def test_a_rankfile_with_hosts_of_the_job_by_number():
+    (launch,) = read_launches(["mpirun", "-rf", "relative"], {})
+    assert launch.hosts == {} and not launch.error  # which hosts the job has is not said
+    (line,) = findings("mpirun --hostfile mpi_hosts -rf far python")
+    assert "far: line 1: +n7 is no host: the job has 2 hosts" in line
 
 
 INPUTS = Path(__file__).parents[1] / "inputs"

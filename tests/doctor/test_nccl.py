@@ -178,3 +178,43 @@ def test_the_network_of_efa_is_the_plugins():
     for lines in (nccl.handed_over(node, None, {}), nccl.handed_over(node, spec, {})):
         assert any(line.endswith("(efa): network 'Libfabric'") for line in lines)
         assert not any("NCCL_IB_HCA" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("NCCL_IB_HCA=mlx5_0", "note"),
+        ("NCCL_IB_HCA=mlx5_7", "names mlx5_7, which this node does not have"),
+        ('NCCL_IB_HCA="mlx5_0"', 'names "mlx5_0", which this node does not have'),
+        ("NCCL_IB_HCA=mlx5_0 # both ports", None),
+        ("NCCL_IB_HCA =mlx5_0", "sets a variable called 'NCCL_IB_HCA '"),
+        ("export NCCL_IB_HCA=mlx5_0", "sets a variable called 'export NCCL_IB_HCA'"),
+        ("NCCL_IB_HCA=mlx5_0\r", "with a blank or the end of a Windows line"),
+        ("NCCL_SOCKET_IFNAME=bond7", "names bond7, which this node does not have"),
+        ("NCCL_SOCKET_IFNAME=eth0", "note"),
+        ("NCCL_IB_GID_INDEX=1", "is no RoCE v2 GID"),
+        ("NCCL_IB_DISABLE=1", "though mlx5_0:1 can be used"),
+    ],
+)
+def test_a_configuration_file_is_compared_with_the_nics(line, expected, no_files):
+    """As the same variables in the environment are. The advice is about the file."""
+    (no_files / "nccl.conf").write_text(f"{line}\n", newline="")
+    roce = replace(ROCE, device="mlx5_0", netdevs=("eth1",))
+    ethernet = replace(ETHERNET, device="eth0", netdevs=("eth0",), addresses=("10.0.0.1/24",))
+    found = [
+        finding
+        for finding in nccl.check_nccl(NO_PLUGIN, {}, [roce, ethernet])
+        if finding.about == str(no_files / "nccl.conf")
+    ]
+    if expected == "note":
+        assert [finding.level for finding in found] == ["note"]
+    else:
+        (finding,) = found
+        assert finding.level == "problem" and (expected or "mlx5_0 # both") in finding.what
+        assert "line" in finding.mend or "write" in finding.mend
+
+
+def test_a_configuration_file_is_not_compared_with_the_nics_of_another_machine(no_files):
+    (no_files / "nccl.conf").write_text("NCCL_IB_HCA=mlx5_7\n")
+    (finding,) = nccl.check_nccl(NO_PLUGIN, {"HOLMES_SYSFS": "/tree"}, [ROCE, ETHERNET])
+    assert finding.level == "note"

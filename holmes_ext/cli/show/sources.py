@@ -1,7 +1,7 @@
 """Command `holmes discover --from ...`: makes a cluster.toml from the node list of a scheduler.
 
-The list comes from Slurm, Kubernetes or a file (hostfile, topology), in place of a job that looks
-at the NICs of its own nodes.
+The list comes from Slurm, Kubernetes or files (hostfile, topology, outputs of ibstat and the like), in place
+of a job that looks at the NICs of its own nodes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from holmes_ext.cluster.nic import CLUSTER_KINDS
-from holmes_ext.cluster.sources import slurm, write
+from holmes_ext.cluster.sources import node_tools, slurm, write
 from holmes_ext.cluster.sources.found import (
     FoundCluster,
     FoundNode,
@@ -39,6 +39,7 @@ class _Source(NamedTuple):
 
     name: str  # in messages
     needs_file: bool
+    is_per_node: bool = False  # whether it prints one node, so that several files may be given
 
 
 #: Value of --from -> source.
@@ -46,6 +47,11 @@ SOURCES = {
     "slurm": _Source("Slurm", needs_file=False),
     "kubernetes": _Source("Kubernetes", needs_file=True),
     "hostfile": _Source("the hostfile", needs_file=True),
+    # Programs on a node. The files may have the output of several of them, so all are read alike.
+    **{
+        name: _Source(f"the output of {name}", needs_file=True, is_per_node=True)
+        for name in ("ibstat", "ibv_devinfo", "nvidia-smi", "lspci")
+    },
 }
 #: Name in --rate of the network that reaches every node.
 _ETHERNET = "ethernet"
@@ -59,10 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="source",
         nargs="+",
-        metavar=("slurm|kubernetes|hostfile", "FILE"),
+        metavar=("slurm|kubernetes|hostfile|ibstat", "FILE"),
         help="read nodes from Slurm (scontrol), or from a FILE with the output of scontrol show node; from a "
-        "FILE with the output of kubectl get nodes -o json; or from a hostfile of mpirun, deepspeed, SGE, "
-        "PBS or LSF; FILE - is standard input",
+        "FILE with the output of kubectl get nodes -o json; from a hostfile of mpirun, deepspeed, SGE, "
+        "PBS or LSF; or from FILES named like the nodes, each with the output of ibstat, ibv_devinfo -v, "
+        "nvidia-smi -L or lspci on it; FILE - is standard input",
     )
     add(
         "--output",
@@ -99,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a cluster.toml for the nodes that Slurm, Kubernetes or a hostfile lists. Return 0.
+    """Print a cluster.toml for the nodes that Slurm, Kubernetes or files list. Return 0.
 
     With --output, the file is written instead. If it exists, only new nodes and clusters are added
     to it, and printed. If kinds or rates of NICs are missing and standard input is a terminal, the
@@ -187,14 +194,20 @@ def _read_listed_nodes(args: argparse.Namespace) -> list[FoundNode]:
     source, *files = args.source
     if source not in SOURCES:
         raise HolmesError(f"--from {source!r}: {did_you_mean(source, SOURCES)}")
-    if SOURCES[source].needs_file and len(files) != 1:
-        raise HolmesError(f"--from {source}: it is read from one file: --from {source} FILE")
-    if len(files) > 1:
-        raise HolmesError(f"--from {source}: it takes one file at most: --from {source} FILE")
     if source != "slurm" and (args.partition or args.topology):
         raise HolmesError(
             f"--partition and --topology only apply to --from slurm, not to --from {source}"
         )
+    if SOURCES[source].is_per_node and files:
+        outputs = node_tools.read_outputs(files)
+        for output in outputs:
+            for line in output.notes:
+                _say(line)
+        return [output.node for output in outputs]
+    if SOURCES[source].needs_file and len(files) != 1:
+        raise HolmesError(f"--from {source}: it is read from one file: --from {source} FILE")
+    if len(files) > 1:
+        raise HolmesError(f"--from {source}: it takes one file at most: --from {source} FILE")
     if source == "hostfile":
         return read_hostfile(files[0])
     if source == "kubernetes":

@@ -38,6 +38,8 @@ _XNAME_SERIES = "x"
 #: Role of a pod or node in a job, at the end of a name without its number.
 _ROLE = re.compile(r"(?:^|[-_.])(?:master|launcher|head|chief|leader|worker)$", re.IGNORECASE)
 _RANK = re.compile(r"rank\s+\d+\s*=\s*(\S+)(?:\s+slots?\s*=\s*\S+)?", re.IGNORECASE)
+#: Line of a rankfile that names a host by its position in the job.
+_RELATIVE_RANK = re.compile(r"rank\s+\d+\s*=\s*\+n(\d{1,6})\b", re.IGNORECASE)
 #: Item of PBS's exec_host: "gpu01/0*8", "gpu01/0-7", "gpu01/3".
 _PBS_ITEM = re.compile(r"([^/+\s]+)/(\d+)(?:\*(\d+)|-(\d+))?")
 #: Keys of a line that give the number of processes.
@@ -93,7 +95,7 @@ def read_hostfile(path: str) -> list[FoundNode]:
             )
         # A hostfile says nothing about networks. But hosts that were cabled together are mostly
         # numbered in one series (gpu01, gpu02, ...): its name stands for their fabric.
-        series = _name_without_number(host)
+        series = series_of(host)
         nodes.append(FoundNode(host, processes=slot_count, fabric=series, labels=(series,)))
     return nodes
 
@@ -128,6 +130,38 @@ def read_slots(path: str) -> dict[str, int]:
     if not slots:
         raise HolmesError(f"{path}: no host is named; {_EXAMPLE}")
     return slots
+
+
+def read_rankfile(path: str, hosts: Sequence[str] = ()) -> dict[str, int]:
+    """Return the hosts of a rankfile of Open MPI with the number of ranks on each, in the file's order.
+
+    Args:
+        path: Path of the file.
+        hosts: Hosts of the job in their order, for lines such as "rank 0=+n1 slot=0", which name the
+            second of them. If they are not known and a line needs them, the result is {}.
+
+    Raises:
+        HolmesError: the file cannot be read, or a line is no line of a rankfile.
+    """
+    ranks: dict[str, int] = {}
+    for number, line in enumerate(read_text(path, "name a rankfile").splitlines(), start=1):
+        where = f"{path}: line {number}"
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        relative = _RELATIVE_RANK.match(text)
+        if relative is None:
+            host = _parse_rank(text, where).host
+        elif not hosts:
+            return {}
+        elif int(relative[1]) >= len(hosts):
+            raise HolmesError(
+                f"{where}: +n{relative[1]} is no host: the job has {len(hosts)} hosts"
+            )
+        else:
+            host = hosts[int(relative[1])]
+        ranks[host] = ranks.get(host, 0) + 1
+    return ranks
 
 
 def _parse_slots(text: str, where: str) -> int:
@@ -185,7 +219,7 @@ def _parse_rank(line: str, where: str) -> _Entry:
         HolmesError: the line has another form, or names the host by its position ("+n0").
     """
     match = _RANK.fullmatch(line)
-    if match is None or not _HOST.fullmatch(match[1]):
+    if match is None or not (_HOST.fullmatch(match[1]) or _is_address(match[1])):
         raise HolmesError(
             f"{where}: {line!r:.80} names no host; lines of a rankfile are like `rank 0=gpu01 slot=0-3`"
         )
@@ -286,7 +320,7 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _name_without_number(host: str) -> str:
+def series_of(host: str) -> str:
     """Return the name of a host up to its last number.
 
     "gpu01" gives "gpu", and "rack1-ib-7.site.org" gives "rack1-ib". All nodes of an HPE Cray, whose names

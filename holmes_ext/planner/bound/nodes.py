@@ -18,10 +18,12 @@ from dataclasses import replace
 
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.site import Node, Port, Site, fabrics_of_spec, site_from_spec
+from holmes_ext.cluster.sources.hostlist import folded
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Gpu, Model
+from holmes_ext.words import grouped
 
 #: Subsets with these numbers of nodes of each cluster. None marks an open cluster: the remaining
 #: nodes of a subset belong to the open clusters, divided in any way.
@@ -108,10 +110,13 @@ def ideal(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Mod
             different numbers of ranks, and cannot be compared.
     """
     if not site.has_equal_nodes:
-        counts = " or ".join(map(str, sorted({node.processes for node in site.nodes})))
+        names_of = grouped((node.processes, node.name) for node in site.nodes)
+        counts = " or ".join(map(str, sorted(names_of)))
+        choices = " or ".join(f"--idle '{folded(names_of[count])}'" for count in sorted(names_of))
         raise HolmesError(
             f"--nodes: the nodes of {site.source} have {counts} processes, so equally many nodes are not "
-            "equally many GPUs; give a file whose clusters have equal nodes, or plan without --nodes"
+            f"equally many GPUs; choose among equal ones with {choices}; to plan for nodes of both kinds, "
+            f"name them: holmes plan --cluster {site.source} --nodelist LIST instead of --nodes"
         )
     clusters = {node.name: "best" for node in site.nodes[:count]}
     best = _best_gpu([model.gpu_of(name) for name in site.clusters])

@@ -1,6 +1,7 @@
 """`holmes plan --nodes`: the subset, how it is asked for, and bad input."""
 
 import json
+import shlex
 
 import clusters
 import pytest
@@ -190,3 +191,20 @@ def test_bad_input_is_one_line(toml, capsys, argv, message):
     assert plan(*(toml if word == "FILE" else word for word in argv)) == 2
     said = capsys.readouterr().err
     assert message in said.replace(toml, "FILE") and len(said.splitlines()) == 1
+
+
+def test_nodes_with_4_and_8_gpus_are_refused_with_the_options_that_work(tmp_path, capsys):
+    """Equally many of them are not equally many GPUs. The printed options choose among equal ones."""
+    both = clusters.toml(
+        *("a ib 400Gb/s a[0-3] processes=8", "b roce 200Gb/s b[0-3] processes=4"), ethernet="25Gb/s"
+    )
+    (tmp_path / "both.toml").write_text(both)
+    argv = ("--nodes", 2, "--from-cluster", tmp_path / "both.toml", *MODEL, *SIZES)
+    assert plan(*argv) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and "--nodelist LIST" in error
+    words = shlex.split(error.replace(";", " "))
+    listed = [words[index + 1] for index, word in enumerate(words) if word == "--idle"]
+    assert listed == ["b[0-3]", "a[0-3]"]
+    found = document(capsys, *argv, "--idle", listed[1])
+    assert found["best"]["nodes"] == {"a": ["a0", "a1"]}
