@@ -77,6 +77,8 @@ class CoordinatorClient:
         self._said_hello = False  # on the current connection
         self._accepted = False  # the coordinator has accepted at least one request of this job
         self._heartbeat: Heartbeat | None = None
+        #: Whether the coordinator has answered the last message, if only with "wait".
+        self.answers = False
         self.salt = RoundSalt(0, "")  # of the next round, from the latest reply
 
     def ask(self, op: str, document: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
@@ -121,6 +123,19 @@ class CoordinatorClient:
         raise TimeoutError(
             f"the coordinator at {address} did not answer {op!r} in {deadline.seconds:.3g} s ({reason})"
         )
+
+    @property
+    def is_away(self) -> bool:
+        """Return whether the heartbeat thread, told by look_again(), has not reached the coordinator yet."""
+        return self._heartbeat is not None and not self._heartbeat.is_connected
+
+    def look_again(self) -> None:
+        """Let the heartbeat thread find out when the coordinator can be reached again.
+
+        It tries to connect in the background, so that no request has to wait for a coordinator that is away.
+        """
+        if self._heartbeat is not None:
+            self._heartbeat.reconnect()
 
     def start_heartbeat(self, status: Callable[[], dict[str, Any]]) -> None:
         """Start the heartbeat thread; each heartbeat contains the telemetry that `status` returns."""
@@ -179,6 +194,7 @@ class CoordinatorClient:
         part = deadline.part(POLL_S + _SLOW_S, "the coordinator's answer")
         self._channel.send(document, part)
         reply = self._channel.receive(part, _LONGEST)
+        self.answers = True
         if "error" in reply:
             raise Refused(printable(str(reply["error"])))
         match reply.get("salt_of_next"):  # [number of the round, salt]
@@ -187,6 +203,7 @@ class CoordinatorClient:
         return reply
 
     def _reconnect_later(self, deadline: Deadline) -> None:
+        self.answers = False
         self._drop()
         time.sleep(min(_RETRY_S, deadline.left))
 
@@ -213,12 +230,22 @@ class Heartbeat:
         self._status = status
         self._ended = threading.Event()
         self._wake = threading.Event()
+        #: Whether a connection was opened since the last call of reconnect(). A heartbeat that was sent shows
+        #: less: it may be in a buffer of this host.
+        self.is_connected = False
+        self._must_reconnect = False
         self._end_reason = ""
         self._thread = threading.Thread(target=self._run, name="holmes-heartbeat", daemon=True)
         self._thread.start()
 
     def now(self) -> None:
         """Send the next heartbeat at once, because the coordinator is a new process."""
+        self._wake.set()
+
+    def reconnect(self) -> None:
+        """Send the next heartbeats on a new connection, as soon as one can be opened."""
+        self.is_connected = False
+        self._must_reconnect = True
         self._wake.set()
 
     def close(self, why: str) -> None:
@@ -232,6 +259,10 @@ class Heartbeat:
         """Send heartbeats until the thread is stopped, then the last one with the reason."""
         channel: Channel | None = None
         while not self._ended.is_set():
+            if self._must_reconnect and channel is not None:
+                channel.close()
+                channel = None
+            self._must_reconnect = False
             channel = self._beat(channel)
             self._wake.wait(HEARTBEAT_S)
             self._wake.clear()
@@ -252,7 +283,9 @@ class Heartbeat:
         """
         deadline = Deadline(_HEARTBEAT_S, "a heartbeat")
         try:
-            channel = channel or self._connect(deadline)
+            if channel is None:
+                channel = self._connect(deadline)
+                self.is_connected = not self._must_reconnect
             channel.send({**self._status(), **more}, deadline)
             return channel
         except (OSError, HolmesError):

@@ -23,7 +23,7 @@ from holmes_ext.join.coordinator.consensus import is_compatible
 from holmes_ext.join.coordinator.lateness import mark_late, sits_out
 from holmes_ext.join.coordinator.replies import Reply, go_reply, skip_reply, void_reply
 from holmes_ext.join.coordinator.reports import Claim, ReadyReport, ready_from
-from holmes_ext.join.coordinator.rounds import Rounds
+from holmes_ext.join.coordinator.rounds import Rounds, two_are_apart
 from holmes_ext.join.coordinator.shares import weights_in_sum
 from holmes_ext.join.coordinator.state import (
     Member,
@@ -96,6 +96,9 @@ class LockStepRounds:
         round_state = self._state.rounds.get(round_number)
         if round_state is not None and _has_begun(round_state):  # without this job
             return True
+        current_round = self._state.rounds.get(self._state.number)
+        if current_round is not None and _goes_on_without(current_round, member.name):
+            return True  # its weights are outdated as soon as that round is committed
         has_outdated_weights = self._versions.behind_reply(member) is not None
         return has_outdated_weights
 
@@ -199,10 +202,10 @@ class LockStepRounds:
     def _begin_if_complete(self, round_state: RoundState, now: float) -> None:
         """Begin the round if all expected jobs are ready, or its deadline has passed.
 
-        Expected are the jobs in training, except late ones and those with outdated weights. A job
-        with outdated weights is expected again from its `first_expected_round` on: by then it has
-        had time to take newer weights. Expected jobs that are not ready by the deadline are marked
-        late: the next rounds do not wait for them.
+        Expected are the jobs in training, except late ones, those that sit out rounds, and those with
+        outdated weights. A job with outdated weights is expected again from its `first_expected_round`
+        on: by then it has had time to take newer weights. Expected jobs that are not ready by the
+        deadline are marked late: the next rounds do not wait for them.
 
         The deadline is a timeout after the time at which half of the expected jobs were ready.
         While fewer are ready, it is two timeouts after the round was opened. The timeout is the
@@ -217,7 +220,9 @@ class LockStepRounds:
             member
             for member in state.members.values()
             # "in": in training, and not late.
-            if member.state == "in" and member.first_expected_round <= round_state.number
+            if member.state == "in"
+            and member.first_expected_round <= round_state.number
+            and not sits_out(state, member, round_state.number)
         ]
         missing = [member for member in expected if member.name not in round_state.ready_reports]
         if round_state.half_ready_time is None and 2 * len(missing) <= len(expected):
@@ -248,19 +253,20 @@ class LockStepRounds:
         ready = [member for member in reported if member.state == "in"]
         ready.sort(key=lambda member: member.order)
         members = self._with_valid_weights(round_state, ready)
+        left_out = state.jobs_to_leave_out(members, now)
+        if two_are_apart(members, left_out):
+            names = " and ".join(sorted(member.name for member in members))
+            self._rounds.void(round_state, f"jobs {names} are here, but cannot exchange data")
+            return
+        self._rounds.note_left_out(round_state.number, members, left_out)
+        members = [member for member in members if member.name not in left_out]
         ranks = {member.name: len(member.hello.addresses) for member in members}
         # Norms of the fragment's recent pseudo-gradients: a job with a much larger one is left out.
         usual_norms = self._rounds.usual_norms(round_state.fragment)
         # This call also writes the jobs that are left out, with the reasons, to
         # round_state.left_out.
         weights = weights_in_sum(round_state, ranks, outer_settings(members), usual_norms)
-        # The least number of contributors follows from the settings `min` of all ready jobs, also
-        # of those that are behind. If all ready jobs have left, there is no such setting; with 1
-        # the round is then void, as there is no pseudo-gradient.
-        least_contributors = state.least_jobs(ready) if ready else 1
-        has_begun = self._rounds.begin_exchange(
-            round_state, members, weights, least_contributors, now
-        )
+        has_begun = self._rounds.begin_exchange(round_state, members, weights, ready, now)
         if has_begun:
             for name, why in round_state.left_out.items():
                 state.events.append(f"round {round_state.number}: job {name} is left out: {why}")
@@ -365,3 +371,9 @@ class LockStepRounds:
 def _has_begun(round_state: RoundState) -> bool:
     """Return whether the exchange of a round has begun, or the round is already over."""
     return round_state.attempt > 0 or round_state.outcome != ""
+
+
+def _goes_on_without(round_state: RoundState, name: str) -> bool:
+    """Return whether a round has begun and is not over, and the job is no member of it (any more)."""
+    is_under_way = round_state.attempt > 0 and not round_state.outcome
+    return is_under_way and name not in round_state.members

@@ -146,10 +146,18 @@ class Membership:
             member.telemetry = telemetry
 
     def look(self, now: float) -> None:
-        """Mark the jobs as gone that have been silent for longer than their timeout."""
-        for member in self._state.members.values():
+        """Mark the jobs as gone that have been silent for longer than their timeout.
+
+        A job cannot be missed for longer than the others' timeouts allow, whatever timeout it has.
+        """
+        present = self._state.present()
+        if not present:
+            return
+        usual_timeout_s = patience_s(present)
+        for member in present:
             silent_s = now - member.last_heartbeat
-            timeout_s = max(member.hello.timeout, _FREE_HEARTBEATS * HEARTBEAT_S)
+            timeout_s = min(member.hello.timeout, usual_timeout_s)
+            timeout_s = max(timeout_s, _FREE_HEARTBEATS * HEARTBEAT_S)
             if member.state != "gone" and silent_s > timeout_s:
                 self.gone(member.name, member.incarnation, f"nothing heard for {silent_s:.0f} s")
 

@@ -22,7 +22,7 @@ def go_reply(state: RunState, round_state: RoundState) -> Reply:
 
     It names round, attempt (the exchange is repeated without lost jobs), fragment, and the jobs
     with their shares in the sum. It also has the norms that the jobs report for their
-    pseudo-gradients.
+    pseudo-gradients, and the pairs of jobs that exchange over the coordinator's relay.
     """
     members = round_state.members  # job -> share of its pseudo-gradient in the sum
     # Lengths that the jobs claim for their pseudo-gradients, which the receivers check.
@@ -38,6 +38,7 @@ def go_reply(state: RunState, round_state: RoundState) -> Reply:
         "norms": norms,
         "incarnations": {name: state.members[name].incarnation for name in members},
         "left_out": round_state.left_out,
+        "relayed": sorted(sorted(pair) for pair in round_state.relayed),
     }
 
 

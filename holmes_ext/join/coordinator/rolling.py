@@ -28,9 +28,9 @@ from holmes_ext.join.coordinator.awaited import AwaitedPeers
 from holmes_ext.join.coordinator.lateness import sits_out
 from holmes_ext.join.coordinator.replies import Reply, go_reply, void_reply
 from holmes_ext.join.coordinator.reports import NextReport, ReadyReport, next_from
-from holmes_ext.join.coordinator.rounds import Rounds
+from holmes_ext.join.coordinator.rounds import Rounds, two_are_apart
 from holmes_ext.join.coordinator.shares import weights_in_sum
-from holmes_ext.join.coordinator.state import Member, RunState, outer_settings
+from holmes_ext.join.coordinator.state import Member, RunState, least_jobs, outer_settings
 from holmes_ext.join.coordinator.versions import Versions
 
 #: Seconds since its last request in which a job counts as active.
@@ -129,11 +129,18 @@ class RollingRounds:
         """
         active = [member for member in self._state.members.values() if self._is_active(member, now)]
         # Jobs with the valid weights; all of them take the outer step, whether they contribute or not.
-        members = [member for member in active if member.is_up_to_date]
-        members.sort(key=lambda member: member.order)
-        if not members:
+        candidates = [member for member in active if member.is_up_to_date]
+        candidates.sort(key=lambda member: member.order)
+        left_out = self._state.jobs_to_leave_out(candidates, now)  # because of failed pairs
+        if not candidates or two_are_apart(candidates, left_out):
             return
-        quorum = self._state.least_jobs(active)
+        members = [member for member in candidates if member.name not in left_out]
+        electorate = self._electorate(now)
+        quorum = least_jobs(electorate)
+        # Jobs that may still offer the fragment.
+        expected = [
+            member for member in electorate if member.is_up_to_date and member.name not in left_out
+        ]
         self._record_offer_times(members, now)
         by_first_offer = sorted(self._first_offer_times, key=self._first_offer_times.__getitem__)
         for fragment in by_first_offer:
@@ -143,9 +150,10 @@ class RollingRounds:
             if len(contributors) < quorum:
                 continue
             quorum_time = self._quorum_times.setdefault(fragment, now)
-            all_contribute = len(contributors) == len(members)
+            all_contribute = len(contributors) >= len(expected)
             if all_contribute or now >= quorum_time + self._grace_s(fragment, contributors):
-                self._begin(fragment, contributors, members, now)
+                self._rounds.note_left_out(self._state.number + 1, candidates, left_out)
+                self._begin(fragment, contributors, members, candidates, now)
                 return
 
     def _record_offer_times(self, members: Sequence[Member], now: float) -> None:
@@ -167,6 +175,22 @@ class RollingRounds:
             return False
         return now - request_time < _ACTIVE_S
 
+    def _electorate(self, now: float) -> list[Member]:
+        """Return the jobs of which half make a quorum: those that were heard recently.
+
+        These are the active jobs, those that have just joined, and those whose last round has just ended:
+        otherwise the first job that asks after it would be alone.
+        """
+        last_round = self._state.rounds.get(self._state.number)
+        electorate = []
+        for member in self._state.members.values():
+            heard = max(member.since, self._request_times.get(member.name, member.since))
+            if last_round is not None and member.name in last_round.members:
+                heard = max(heard, last_round.last_report)
+            if member.state == "in" and now - heard < _ACTIVE_S:
+                electorate.append(member)
+        return electorate
+
     def _grace_s(self, fragment: int, contributors: Sequence[Member]) -> float:
         """Return how long a round waits for further jobs once enough jobs are there, in seconds.
 
@@ -185,7 +209,12 @@ class RollingRounds:
         return _GRACE * min(offer.slack_s for offer in offers)
 
     def _begin(
-        self, fragment: int, contributors: Sequence[Member], members: Sequence[Member], now: float
+        self,
+        fragment: int,
+        contributors: Sequence[Member],
+        members: Sequence[Member],
+        electorate: Sequence[Member],
+        now: float,
     ) -> None:
         """Begin a round of a fragment, or void it at once if too few pseudo-gradients are usable.
 
@@ -197,6 +226,7 @@ class RollingRounds:
             contributors: Jobs that send their pseudo-gradients.
             members: All active jobs whose model weights are up to date, contributors or not. They
                 receive the sum of the pseudo-gradients.
+            electorate: The members, and the jobs that are left out because of failed pairs.
             now: Current time, in seconds.
         """
         round_state = self._rounds.open(self._state.number + 1, fragment, now)
@@ -217,10 +247,7 @@ class RollingRounds:
         # Job -> factor of its pseudo-gradient in the sum (not normalized). Jobs with an unusable
         # pseudo-gradient are missing.
         factors = weights_in_sum(round_state, ranks, outer_settings(contributors), usual_norms)
-        least_contributors = self._state.least_jobs(members)
-        has_begun = self._rounds.begin_exchange(
-            round_state, members, factors, least_contributors, now
-        )
+        has_begun = self._rounds.begin_exchange(round_state, members, factors, electorate, now)
         # If too few of the pseudo-gradients count, the round is void and the offers stay, for a
         # later round. Otherwise forget since when this fragment was offered, by any job and by
         # enough jobs: both times determine when a round begins.

@@ -6,11 +6,13 @@ keep their pseudo-gradients for the fragment's next round. Pure: no clock, no ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from holmes_ext.join.coordinator.reports import Claim
-from holmes_ext.join.coordinator.state import Member, RoundState, RunState
+from holmes_ext.join.coordinator.state import Member, RoundState, RunState, least_jobs
 
+#: Members of a round of which none is in the majority.
+_TWO = 2
 #: Rounds that are remembered, for jobs that report late.
 _REMEMBERED = 64
 
@@ -48,7 +50,7 @@ class Rounds:
         round_state: RoundState,
         members: Sequence[Member],
         weights: Mapping[str, float],
-        least_contributors: int,
+        electorate: Collection[Member],
         now: float,
     ) -> bool:
         """Begin the exchange of pseudo-gradients, or void the round if too few of them count.
@@ -58,7 +60,8 @@ class Rounds:
             members: Jobs that take part.
             weights: Member -> weight of its pseudo-gradient in the sum, not normalized; members without
                 a weight only receive.
-            least_contributors: Number of pseudo-gradients that must count.
+            electorate: Jobs that are ready for the round; at least half of them, and their setting `min`,
+                must count.
             now: Current time, in seconds.
 
         Returns:
@@ -68,8 +71,12 @@ class Rounds:
         round_state.members = {
             member.name: weights.get(member.name, 0.0) / total for member in members
         }
+        round_state.electorate = {member.name for member in electorate}
+        least_contributors = least_jobs(electorate)
         if weights and len(weights) >= least_contributors:
+            round_state.relayed = self._state.failed_pairs.relayed(round_state.members, now)
             round_state.attempt = 1  # the members get "go"
+            round_state.exchange_begin = now
             round_state.last_report = now
             return True
         left_out = "".join(
@@ -77,6 +84,24 @@ class Rounds:
         )
         self.void(round_state, f"{len(weights)} of min={least_contributors} jobs" + left_out)
         return False
+
+    def note_left_out(
+        self, number: int, members: Sequence[Member], left_out: Collection[str]
+    ) -> None:
+        """Record which jobs round `number` leaves out because of failed pairs.
+
+        Args:
+            number: Number of the round.
+            members: All jobs that could take part.
+            left_out: Those that are left out. The next time, it is another job's turn.
+        """
+        for member in members:
+            if member.name in left_out:
+                member.dropped_in = number
+                self._state.events.append(
+                    f"round {number} goes on without job {member.name}: it and another member cannot "
+                    "exchange data"
+                )
 
     def commit(self, round_state: RoundState) -> None:
         """Record that a round has succeeded, so that its jobs take the outer step.
@@ -126,3 +151,16 @@ class Rounds:
         for round_state in self._state.rounds.values():
             if not round_state.outcome:
                 self.void(round_state, "the run is in a later round")
+
+
+def two_are_apart(members: Collection[Member], left_out: Collection[str]) -> bool:
+    """Return whether the only two members of a round cannot exchange data with each other.
+
+    Of two jobs none is in the majority. If one of them went on alone, the other would have to take weights
+    that it cannot get.
+
+    Args:
+        members: All members.
+        left_out: Those that must be left out because of failed pairs.
+    """
+    return bool(left_out) and len(members) <= _TWO

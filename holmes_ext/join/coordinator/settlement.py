@@ -3,7 +3,8 @@
 1. Each member of the round exchanges its pseudo-gradient with the other members, then reports `done`
    with the members that it could not reach.
 2. If all members have reported `done` and reached each other, they all get the verdict `check`. Otherwise
-   the remaining members get `go` again, for another attempt without the unreachable ones.
+   they get `go` again: the first time with the failed pairs over the coordinator's relay, then without the
+   fewest members such that all others can exchange with each other (failed_pairs.py).
 3. Each member reports `checked`, with salted digests of the data it received from each other member.
 4. If the digests agree, all members get `commit` and take the outer step. Members in conflict with the
    majority are excluded, and the others are checked again.
@@ -17,14 +18,19 @@ Pure: no clock, no network.
 
 from __future__ import annotations
 
-from collections import Counter
-
 from holmes_ext.join.coordinator.consensus import (
     accusations_from_digests,
     medians_by_key,
     voted_out,
 )
-from holmes_ext.join.coordinator.lateness import mark_late
+from holmes_ext.join.coordinator.failed_pairs import (
+    Failures,
+    failures_of,
+    fewest_to_drop,
+    names_in,
+    only_reporters,
+)
+from holmes_ext.join.coordinator.lateness import count_delay, mark_unfinished
 from holmes_ext.join.coordinator.replies import (
     Reply,
     check_reply,
@@ -33,12 +39,17 @@ from holmes_ext.join.coordinator.replies import (
     void_reply,
 )
 from holmes_ext.join.coordinator.reports import CheckedReport, DoneReport
-from holmes_ext.join.coordinator.rounds import Rounds
-from holmes_ext.join.coordinator.state import RoundState, RunState, patience_s
+from holmes_ext.join.coordinator.rounds import Rounds, two_are_apart
+from holmes_ext.join.coordinator.state import (
+    RoundState,
+    RunState,
+    drop_preference,
+    least_jobs,
+    patience_s,
+)
 
-#: Least number of other members with which "most others cannot reach it" points at one member. With
-#: a single other one, a failed exchange may be the fault of either.
-_LEAST_OTHERS = 2
+#: Share of the timeout for which the round waits for the report of a member that no other member reached.
+_UNREACHED_SHARE = 0.25
 
 
 class Settlement:
@@ -158,53 +169,69 @@ class Settlement:
     def _conclude_exchange(self, round_state: RoundState, now: float) -> None:
         """Check or repeat the exchange, once all jobs of the round have reported that it has ended.
 
-        The exchange is repeated without jobs that were lost, or that others could not reach. If
-        there are no such jobs, the comparison of the received data begins. Nothing happens while a
-        missing report may still arrive.
+        The exchange is repeated if jobs were lost, or if pairs of jobs could not exchange. Otherwise, the
+        comparison of the received data begins. Nothing happens while a missing report may still arrive.
         """
         lost = self._lost_members(round_state, set(round_state.done_reports), now)
         if lost is None:
             return
-        unreached = {
-            name: report.unreached
-            for name, report in round_state.done_reports.items()
-            if report.unreached
-        }
+        failures = failures_of(round_state.done_reports, round_state.members)
         if lost:
-            self._retry_without(round_state, lost, now)
-        elif unreached:
-            self._retry_without_least_reachable(round_state, unreached, now)
+            self._repeat_without_lost(round_state, lost, now)
+        elif failures and not round_state.has_tried_relay:
+            self._repeat_over_relay(round_state, failures, now)
+        elif failures:
+            self._repeat_without_failed_pairs(round_state, failures, now)
         else:
             # Member -> (accused member -> reason): data that the member cannot use.
             faults = {name: report.faults for name, report in round_state.done_reports.items()}
             round_state.excluded = voted_out(faults)
             self._begin_check(round_state, now)
 
-    def _retry_without_least_reachable(
-        self, round_state: RoundState, unreached: dict[str, tuple[str, ...]], now: float
-    ) -> None:
-        """Begin the next attempt without the member that most other members could not reach.
+    def _repeat_over_relay(self, round_state: RoundState, failures: Failures, now: float) -> None:
+        """Begin the next attempt with the same members, and with the failed pairs over the relay.
 
-        If no member was unreachable for at least half of the others, no single member is at fault:
-        the network between them is. Removing one after the other would end with few jobs, so the
-        round is void, and the jobs keep their pseudo-gradients for the next round.
+        The pairs use the relay in the next rounds, too (FailedPairs.relay). A round does this once, so that
+        no member can make it repeat the exchange again and again.
 
         Args:
             round_state: The round.
-            unreached: Member -> jobs with which its exchange failed.
+            failures: Pairs whose exchange failed, and who has reported each.
             now: Current time, in seconds.
         """
-        failures = Counter(
-            name for names in unreached.values() for name in names if name in round_state.members
+        round_state.has_tried_relay = True
+        self._state.failed_pairs.relay(failures, now)
+        self._state.events.append(
+            f"round {round_state.number}: jobs {names_in(failures)} could not exchange, and now use the relay"
         )
-        # Of several equally unreachable members, one that itself reports failures.
-        worst = max(round_state.members, key=lambda name: (failures[name], name in unreached))
-        others = len(round_state.members) - 1
-        if others < _LEAST_OTHERS or 2 * failures[worst] < others:
-            names = ", ".join(sorted({*failures, *unreached}))
+        self._begin_attempt(round_state, round_state.members, now)
+
+    def _repeat_without_failed_pairs(
+        self, round_state: RoundState, failures: Failures, now: float
+    ) -> None:
+        """Begin the next attempt without the fewest members such that no failed pair is left.
+
+        If the round has only two members, it is void: none of them is in the majority. The failed pairs
+        are kept apart for a while, so that they do not cost the next rounds any time.
+
+        Args:
+            round_state: The round.
+            failures: Pairs whose exchange failed over the relay, too, and who has reported each.
+            now: Current time, in seconds.
+        """
+        lost_s = now - round_state.exchange_begin
+        self._state.failed_pairs.separate(failures, lost_s, now)
+        members = [self._state.members[name] for name in round_state.members]
+        dropped = fewest_to_drop(failures, drop_preference(failures, members))
+        if two_are_apart(members, dropped):
+            names = names_in(failures)
             self._rounds.void(round_state, f"its jobs are here, but could not exchange: {names}")
             return
-        self._retry_without(round_state, {worst}, now)
+        self._rounds.note_left_out(round_state.number, members, dropped)
+        for name in dropped & only_reporters(failures):
+            # Its report may be false: who reports so in round after round sits rounds out.
+            count_delay(self._state, self._state.members[name], round_state.number)
+        self._repeat_without(round_state, dropped, now)
 
     def _conclude_check(self, round_state: RoundState, now: float) -> None:
         """Commit the round if all members received identical data.
@@ -217,7 +244,7 @@ class Settlement:
         if lost is None:
             return
         if lost:
-            self._retry_without(round_state, lost, now)
+            self._repeat_without_lost(round_state, lost, now)
             return
         counting = [name for name in _contributors(round_state) if name not in round_state.excluded]
         digests: dict[str, dict[str, str]] = {}  # receiver -> sender -> digest of the received data
@@ -265,11 +292,10 @@ class Settlement:
         round_state.check_number += 1
         round_state.checked_reports = {}
         round_state.last_report = now
-        members = [self._state.members[name] for name in round_state.members]
         counting = [name for name in _contributors(round_state) if name not in round_state.excluded]
         for name, why in round_state.excluded.items():
             self._state.events.append(f"round {round_state.number}: job {name} is left out: {why}")
-        if len(counting) < self._state.least_jobs(members) or not counting:
+        if len(counting) < self._least_jobs(round_state) or not counting:
             reasons = "; ".join(
                 f"{name} is left out: {why}" for name, why in round_state.excluded.items()
             )
@@ -282,7 +308,8 @@ class Settlement:
         """Return the members that are disconnected or have been silent for too long.
 
         Members without a report are silent for too long if no member at all has reported for
-        the median of their timeouts.
+        the median of their timeouts. A quarter of it is enough if all other members have reported, and
+        could not reach them: their exchange has waited already.
 
         Args:
             round_state: The round.
@@ -296,34 +323,63 @@ class Settlement:
         members = [self._state.members[name] for name in round_state.members]
         gone = {member.name for member in members if member.state == "gone"}
         silent = {member.name for member in members} - reported - gone
-        if silent and now - round_state.last_report < patience_s(members):
+        longest_silence_s = patience_s(members)
+        if not round_state.check_number and _all_miss(round_state, silent):
+            longest_silence_s *= _UNREACHED_SHARE
+        if silent and now - round_state.last_report < longest_silence_s:
             return None
         return silent | gone
 
-    def _retry_without(self, round_state: RoundState, lost: set[str], now: float) -> None:
-        """Repeat the exchange without the lost members, or void the round if too few are left.
-
-        Too few: the rest has fewer pseudo-gradients than the setting `min` or half of all jobs in
-        training. The shares of the remaining members are scaled to add up to 1.
+    def _repeat_without_lost(self, round_state: RoundState, lost: set[str], now: float) -> None:
+        """Repeat the exchange without lost members, which have left a round that had begun.
 
         Args:
             round_state: The round.
-            lost: Members that disconnected, were silent for too long, or could not be reached.
+            lost: Members that disconnected, or were silent for too long.
             now: Current time, in seconds.
         """
         for name in lost:
             self._state.events.append(f"round {round_state.number}: job {name} is lost on the way")
-            if self._state.members[name].state == "in":
-                mark_late(self._state, self._state.members[name], round_state.number)
-        remaining = {name: share for name, share in round_state.members.items() if name not in lost}
+            # The others have waited for its data, in vain: this counts more than a late report, and also if
+            # the job has left the run, since it may come back to do the same again.
+            mark_unfinished(self._state, self._state.members[name], round_state.number)
+        round_state.electorate -= lost
+        self._repeat_without(round_state, lost, now)
+
+    def _repeat_without(self, round_state: RoundState, dropped: set[str], now: float) -> None:
+        """Repeat the exchange without some members, or void the round if too few are left.
+
+        The shares of the remaining members are scaled to add up to 1.
+
+        Args:
+            round_state: The round.
+            dropped: Members that were lost, or that are dropped because of failed pairs.
+            now: Current time, in seconds.
+        """
+        remaining = {
+            name: share for name, share in round_state.members.items() if name not in dropped
+        }
         counting = [name for name, share in remaining.items() if share > 0]
-        members = [self._state.members[name] for name in remaining]
-        if not counting or len(counting) < self._state.least_jobs(members):
-            self._rounds.void(round_state, f"job {', '.join(sorted(lost))} was lost on the way")
+        if not counting or len(counting) < self._least_jobs(round_state):
+            why = f"job {', '.join(sorted(dropped))} was lost on the way"
+            self._rounds.void(round_state, why)
             return
-        # The shares of the remaining members add up to 1 again; the reports of the attempt are void.
         total = sum(remaining.values())
-        round_state.members = {name: share / total for name, share in remaining.items()}
+        members = {name: share / total for name, share in remaining.items()}
+        self._begin_attempt(round_state, members, now)
+
+    def _begin_attempt(
+        self, round_state: RoundState, members: dict[str, float], now: float
+    ) -> None:
+        """Begin another exchange; the reports of the last one are void.
+
+        Args:
+            round_state: The round.
+            members: Job -> share of its pseudo-gradient in the sum.
+            now: Current time, in seconds.
+        """
+        round_state.members = members
+        round_state.relayed = self._state.failed_pairs.relayed(members, now)
         round_state.attempt += 1
         round_state.done_reports = {}
         round_state.last_report = now
@@ -331,7 +387,21 @@ class Settlement:
         round_state.checked_reports = {}
         round_state.excluded = {}
 
+    def _least_jobs(self, round_state: RoundState) -> int:
+        """Return how many pseudo-gradients must count for the round to be committed."""
+        return least_jobs([self._state.members[name] for name in round_state.electorate])
+
 
 def _contributors(round_state: RoundState) -> list[str]:
     """Return the members whose pseudo-gradients count; members with share 0 only receive."""
     return [name for name, share in round_state.members.items() if share > 0]
+
+
+def _all_miss(round_state: RoundState, silent: set[str]) -> bool:
+    """Return whether all members that have reported `done` could not reach any of the silent members."""
+    reports = round_state.done_reports.values()
+    return (
+        bool(silent)
+        and bool(reports)
+        and all(silent <= set(report.unreached) for report in reports)
+    )

@@ -8,10 +8,17 @@ from __future__ import annotations
 import hmac
 import secrets
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from holmes_ext.join.coordinator.failed_pairs import (
+    FailedPairs,
+    Failures,
+    Pair,
+    fewest_to_drop,
+    only_reporters,
+)
 from holmes_ext.join.coordinator.reports import CheckedReport, Claim, DoneReport, Hello, ReadyReport
 
 #: Seconds between two heartbeats of a job.
@@ -56,6 +63,7 @@ class Member:
     missed: int = 0  # rounds in which the others waited for the job in vain
     delays_in_a_row: int = 0  # the same, since the job's last committed round
     sits_out_until: int = 0  # first round in which the job may take part again
+    dropped_in: int = 0  # last round without the job because of a failed pair; 0: none
     lag_s: float = 0.0  # seconds from the opening of the job's last round until the job was ready
     telemetry: dict[str, float] = field(default_factory=dict)  # of the last heartbeat
     #: Other incarnations that asked for the job's name -> time of their first request.
@@ -88,7 +96,13 @@ class RoundState:
     left_out: dict[str, str] = field(default_factory=dict)
     #: Members that contradict the others in the current attempt -> reason.
     excluded: dict[str, str] = field(default_factory=dict)
+    #: Jobs of which at least half must count: those that were ready, without those lost since.
+    electorate: set[str] = field(default_factory=set)
     attempt: int = 0  # number of exchanges that were begun; 0: the round has not begun
+    exchange_begin: float = 0.0  # time at which the first attempt began
+    #: Pairs of members that exchange over the coordinator's relay in the current attempt.
+    relayed: set[Pair] = field(default_factory=set)
+    has_tried_relay: bool = False  # an attempt was repeated with the failed pairs over the relay
     #: Number of the current comparison of received data in this attempt; 0: the jobs are still exchanging.
     check_number: int = 0
     outcome: str = ""  # "commit" or "void" once the round is over
@@ -115,6 +129,8 @@ class RunState:
     #: Fragment -> last round in which it was stepped; empty after a restart of the coordinator.
     committed: dict[int, int] = field(default_factory=dict)
     has_joint_commit: bool = False  # a round of several jobs was committed
+    #: Pairs of jobs whose exchange failed lately.
+    failed_pairs: FailedPairs = field(default_factory=FailedPairs)
     events: list[str] = field(default_factory=list)  # lines for the log, in order
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
@@ -138,14 +154,14 @@ class RunState:
         participants = [member for member in self.members.values() if member.takes_part]
         return sorted(participants, key=lambda member: member.order)
 
-    def least_jobs(self, members: Iterable[Member]) -> int:
-        """Return how many pseudo-gradients must count in a round of these members.
+    def jobs_to_leave_out(self, members: Sequence[Member], now: float) -> set[str]:
+        """Return the members that a round leaves out from its begin, so that no pair is kept apart.
 
-        It is the median of their settings `min`, but at least half of all jobs that take part.
+        Pairs are kept apart for a while after their exchange has failed (failed_pairs.py). The fewest jobs
+        are left out, in turns.
         """
-        median_min = statistics.median_high(member.hello.min for member in members)
-        half = -(-len(self.participants()) // 2)
-        return max(median_min, half)
+        pairs = self.failed_pairs.apart([member.name for member in members], now)
+        return fewest_to_drop(pairs, drop_preference(pairs, members))
 
     def salt(self, *parts: object) -> str:
         """Return a salt of 16 hexadecimal digits, which no job can compute before it is published.
@@ -163,9 +179,45 @@ class RunState:
 def patience_s(members: Iterable[Member]) -> float:
     """Return how long these jobs wait for each other, in seconds.
 
-    It is the median of their timeouts, so that no single job determines it.
+    It is the median of their timeouts, so that no single job can make the others wait longer; of two jobs,
+    the smaller one.
     """
-    return statistics.median_high(member.hello.timeout for member in members)
+    return statistics.median_low(member.hello.timeout for member in members)
+
+
+def least_jobs(electorate: Collection[Member]) -> int:
+    """Return how many pseudo-gradients must count in a round.
+
+    It is the median of the jobs' settings `min` (of two jobs, the smaller one, so that no single job can
+    void all rounds), but at least half of the jobs.
+
+    Args:
+        electorate: Jobs that are ready for the round. Late and silent jobs are not among them: names that
+            only exist would otherwise make rounds impossible.
+    """
+    if not electorate:
+        return 1
+    median_min = statistics.median_low(member.hello.min for member in electorate)
+    half = -(-len(electorate) // 2)
+    return max(median_min, half)
+
+
+def drop_preference(failures: Failures, members: Iterable[Member]) -> list[str]:
+    """Return the members in the order in which a round should rather drop them for failed pairs.
+
+    1. Jobs that are the only ones to report a failed pair: a false report costs its author most.
+    2. Jobs that were not dropped lately: if both ends report the failure, they are dropped in turns.
+    3. Jobs that have joined later.
+
+    Args:
+        failures: Failed pairs, and who has reported each.
+        members: Members of the round.
+    """
+    accusers = only_reporters(failures)
+    ordered = sorted(
+        members, key=lambda member: (member.name not in accusers, member.dropped_in, -member.order)
+    )
+    return [member.name for member in ordered]
 
 
 def outer_settings(members: Sequence[Member]) -> Mapping[str, Any]:

@@ -58,15 +58,19 @@ class Versions:
         """Return the verdict "behind" with the fragments that a job must take, and from which job.
 
         The donor is the job that has most of these fragments, the earliest of several. Donors that
-        gave this job wrong weights before are avoided, if there are others. The donor is noted in the
-        member's `unchecked_donors`: its weights are checked when the member reports the next time.
+        gave this job wrong weights before, or cannot exchange data with it, are avoided if there are
+        others. The donor is noted in the member's `unchecked_donors`: its weights are checked when the
+        member reports the next time.
 
         Returns:
             None if the job has the valid version of every fragment that another job could give it.
         """
         donors = self._donors(member)  # job -> fragments that it could give
         trusted_donors = {
-            name: donors[name] for name in donors if name not in member.distrusted_donors
+            name: donors[name]
+            for name in donors
+            if name not in member.distrusted_donors
+            and not self._state.failed_pairs.has_failed(name, member.name)
         }
         if not trusted_donors:
             trusted_donors = donors

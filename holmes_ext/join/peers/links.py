@@ -35,6 +35,8 @@ from holmes_ext.words import why
 _RETRY_S = 0.2
 #: Seconds for which a rank that cannot be reached is called again and again.
 _CALLING_S = 10.0
+#: Seconds for which a rank waits for the direct call of a peer: both ends begin at about the same time.
+_CALLED_S = 15.0
 #: Bytes to and from a peer for each lane.
 LANE_BYTES = 2**25
 #: Lanes to one peer, at most.
@@ -51,13 +53,15 @@ class LaneKey(NamedTuple):
     """Key of one TCP connection to a rank of another job.
 
     Large exchanges use several connections (lanes) to a rank in parallel; `lane` counts them from
-    0.
+    0. `is_relayed`: the coordinator has ordered the two jobs to use its relay. Both ends know the order, and
+    use no connection that was opened before it.
     """
 
     job: str
     incarnation: str
     rank: int
     lane: int
+    is_relayed: bool = False
 
 
 class Connections(NamedTuple):
@@ -122,6 +126,22 @@ class PeerLinks:
         with self._changed:
             for key in list(self._open):
                 if jobs is None or key.job in jobs:
+                    _cut_and_close(self._open.pop(key))
+
+    def use_relay(self, pairs: Iterable[Sequence[str]]) -> None:
+        """Exchange with some jobs over the coordinator's relay from now on, and with all others directly.
+
+        Connections of the other kind are closed: no exchange uses them any more.
+
+        Args:
+            pairs: Pairs of jobs that the coordinator has ordered to use the relay. Only pairs with this job
+                matter.
+        """
+        partners = {name for pair in pairs if self.job in pair for name in pair} - {self.job}
+        self.routes.use_relay(partners)
+        with self._changed:
+            for key in list(self._open):
+                if key.is_relayed != (key.job in partners):
                     _cut_and_close(self._open.pop(key))
 
     def swap(
@@ -221,10 +241,14 @@ class PeerLinks:
         Raises:
             OSError: There is none before the deadline.
         """
-        key = LaneKey(peer.job, peer.incarnation, peer.rank, lane)
+        is_relayed = self.routes.uses_relay(peer.job)
+        key = LaneKey(peer.job, peer.incarnation, peer.rank, lane, is_relayed)
         # Only one of the two ranks calls, so that there are never two connections.
         peer_calls = self.job > peer.job
         calling = deadline.part(_CALLING_S, "calling")
+        waiting = deadline
+        if self.routes.address and not is_relayed:  # a direct call, which does not take long
+            waiting = deadline.part(_CALLED_S, "waiting for a call")
         reason = ""  # why the last call failed
         while not self._closed:
             with self._changed:
@@ -232,14 +256,14 @@ class PeerLinks:
                 if channel is not None and channel.lives():
                     return channel
                 if peer_calls:
-                    if deadline.passed:
-                        raise TimeoutError(f"it did not call within {deadline.seconds:.3g} s")
-                    self._changed.wait(min(_RETRY_S, deadline.left))
+                    if waiting.passed:
+                        raise TimeoutError(f"it did not call within {waiting.seconds:.3g} s")
+                    self._changed.wait(min(_RETRY_S, waiting.left))
                     continue
             if calling.passed:
                 raise ConnectionError(reason or "no answer")
             try:  # to call the peer; the next iteration returns the new connection
-                purpose = {"purpose": "exchange", "lane": lane}
+                purpose = {"purpose": "exchange", "lane": lane, "relayed": is_relayed}
                 self._keep(key, self.routes.dial(peer, purpose, deadline))
             except OSError as error:
                 # The last attempt may have had too little time: its timeout says nothing.
@@ -287,7 +311,8 @@ class PeerLinks:
             return
         match [purpose.get(key) for key in ("job", "incarnation", "rank", "lane")]:
             case [str(job), str(incarnation), int(rank), int(lane)] if 0 <= lane < MOST_LANES:
-                self._keep(LaneKey(job, incarnation, rank, lane), channel)
+                is_relayed = purpose.get("relayed") is True
+                self._keep(LaneKey(job, incarnation, rank, lane, is_relayed), channel)
             case _:
                 raise ConnectionError("it does not say who it is")
 

@@ -3,7 +3,8 @@
     direct      the caller connects to the address that the other rank has published
     reversed    the other rank cannot be called (firewall, no open port). It keeps a standby line to the
                 coordinator, which passes the call on; the other rank then connects to the caller
-    relayed     neither rank can be called: the coordinator forwards the bytes (coordinator/relay.py)
+    relayed     neither rank can be called, or a direct connection between the two jobs has failed: the
+                coordinator forwards the bytes (coordinator/relay.py)
 
 On each connection both ends prove that they know the run's token, and the caller's ticket for the called
 rank. The coordinator gives this ticket only to the caller's job, so no job can speak for another.
@@ -20,7 +21,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -148,9 +149,12 @@ class Routes:
                 admitted=_ADMITTED,  # authenticated
             )
             self._listener.start()
+        # Jobs that are called through the coordinator although their ranks have addresses.
+        self._relayed_jobs: frozenset[str] = frozenset()
         self._standby_line: Channel | None = None
+        self._stands_by = False
         if not address:  # other ranks reach this one only through the coordinator
-            threading.Thread(target=self._stand_by, name="holmes-standby", daemon=True).start()
+            self._start_to_stand_by()
 
     def close(self) -> None:
         """Stop listening, and close the standby line (on which the coordinator announces calls)."""
@@ -159,6 +163,20 @@ class Routes:
             self._listener.close()
         if self._standby_line is not None:
             self._standby_line.cut()
+
+    def use_relay(self, jobs: Iterable[str]) -> None:
+        """Call the ranks of these jobs through the coordinator from now on, and all others directly.
+
+        The coordinator orders this for pairs of jobs whose direct connections have failed. It orders it for
+        both jobs, so this rank also stands by for their calls.
+        """
+        self._relayed_jobs = frozenset(jobs)
+        if self._relayed_jobs:
+            self._start_to_stand_by()
+
+    def uses_relay(self, job: str) -> bool:
+        """Return whether use_relay() was called for a job."""
+        return job in self._relayed_jobs
 
     def dial(self, peer: Peer, purpose: Purpose, deadline: Deadline) -> Channel:
         """Open a connection to a rank of another job.
@@ -173,7 +191,7 @@ class Routes:
         """
         facts = {**self.identity.facts, **purpose, "to": peer.incarnation}
         try:
-            if peer.address:
+            if peer.address and not self.uses_relay(peer.job):
                 host, port = split_address(peer.address)
                 part = deadline.part(_CALL_S, f"calling {peer.address}")
                 secret = peer.ticket.encode()
@@ -213,7 +231,9 @@ class Routes:
                 "relay",
                 deadline,
                 call=call_id,
-                address=self.address,
+                # A rank that cannot be called calls this one back. If a direct connection has failed, it
+                # shall not lose time with that: without an address, the coordinator forwards the bytes.
+                address="" if self.uses_relay(peer.job) else self.address,
                 to_job=peer.job,
                 to=peer.incarnation,
                 to_rank=peer.rank,
@@ -321,12 +341,18 @@ class Routes:
         except (OSError, HolmesError):
             channel.close()
 
-    # Methods of a rank that cannot be called
+    # Methods of a rank that cannot be called, or that is called over the relay
+
+    def _start_to_stand_by(self) -> None:
+        """Start the thread that keeps a standby line to the coordinator, if it does not run."""
+        if not self._stands_by:
+            self._stands_by = True
+            threading.Thread(target=self._stand_by, name="holmes-standby", daemon=True).start()
 
     def _stand_by(self) -> None:
         """Keep an idle connection to the coordinator, which announces callers on it.
 
-        This is for a rank that accepts no connections (NAT). The connection (standby line) is
+        This is for a rank to which other ranks cannot connect. The connection (standby line) is
         replaced when it fails, or when the coordinator begins to forward a caller's bytes on it. In
         the latter case, closing the old object here does not end the call, which uses a new socket
         object.

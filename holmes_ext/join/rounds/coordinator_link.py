@@ -18,7 +18,7 @@ from holmes_ext.join.shards.ownership import RankRange
 from holmes_ext.join.shards.state import OuterState
 from holmes_ext.runtime.deadline import Deadline
 
-#: Seconds to wait for a coordinator that did not answer the last request.
+#: Seconds to wait for a coordinator that did not answer the last request, and can be reached again.
 _AWAY_S = 2.0
 #: Seconds to wait for the coordinator beyond two timeouts of the job.
 _EXTRA_S = 10.0
@@ -87,9 +87,14 @@ class CoordinatorLink:
             round.
         """
         assert self.client is not None
+        void = {"verdict": "void", "round": int(document.get("round", 0))}
+        if self._is_away and self.client.is_away:
+            # Do not delay training again: another thread tries to reach the coordinator.
+            why = "the coordinator did not answer, and cannot be reached yet"
+            return {**void, "why": why, "is_away": True}
         # A round for which few jobs are ready begins after two timeouts (lock_step.py).
         seconds = 2 * self._patience_s + _EXTRA_S
-        if self._is_away:  # it did not answer the last request: do not delay training again
+        if self._is_away:
             seconds = _AWAY_S
         try:
             answer = self.client.ask(op, document, Deadline(seconds, "the coordinator"))
@@ -102,9 +107,12 @@ class CoordinatorLink:
             if not self.entered:
                 return {"refused": why}
         except TimeoutError as error:
-            self._is_away = True
+            # A coordinator that answers "wait" is not away: it waits for other jobs.
+            self._is_away = not self.client.answers
+            if self._is_away:
+                self.client.look_again()
             why = str(error)
-        return {"verdict": "void", "round": int(document.get("round", 0)), "why": why}
+        return {**void, "why": why}
 
 
 class _CachedChecksum(NamedTuple):

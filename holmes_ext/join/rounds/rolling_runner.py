@@ -32,8 +32,10 @@ from holmes_ext.join.rounds.round_runner import RoundRunner
 
 #: Aggregates of one fragment that may wait for training; then no round is run until training applies some.
 MOST_PENDING = 3
-#: Seconds until the next request while training is behind, or the coordinator is away.
+#: Seconds until the next request while training is behind, or after a request without an answer.
 _REST_S = 0.2
+#: Seconds until the next request while the coordinator cannot be reached.
+_AWAY_REST_S = 2.0
 
 
 class EndedRound(NamedTuple):
@@ -245,7 +247,7 @@ class RollingRunner(RoundRunner):
         if self.job in result.left_out:
             self._offers.clear()
         elif not result.left_out:  # the coordinator did not answer
-            time.sleep(_REST_S)
+            time.sleep(_AWAY_REST_S if verdict.get("is_away") else _REST_S)
         self._append_result(None, result)
 
     def _append_result(self, contribution: InFlight | None, result: RoundResult) -> None:

@@ -313,8 +313,8 @@ class RoundRunner:
             The received pseudo-gradients; without them, the jobs with which the exchange failed.
         """
         members = verdict["members"]
-        incarnations = verdict["incarnations"]
-        others = {name: incarnations[name] for name in members if name != self.job}
+        self.links.use_relay(verdict["relayed"])
+        others = {name: verdict["incarnations"][name] for name in members if name != self.job}
         fragment = self.state.fragments[in_flight.fragment]
         found = self.remote.find(others)  # addresses and shards of the other jobs' ranks
         failed = found.missing

@@ -93,23 +93,33 @@ def test_a_job_lost_on_the_way_is_left_and_the_others_go_again():
     assert [reply["verdict"] for reply in run.end(1, "east", "west", attempt=2)] == ["commit"] * 2
 
 
+def exchange_fails(run, number, *jobs, attempt, unreached):
+    """All jobs report `done`; unreached: job -> members that it could not reach. Return the last reply."""
+    for job in jobs:
+        reply = run.done(job, number, attempt, unreached.get(job, ()))
+    return reply
+
+
 def test_a_cut_link_between_two_jobs_makes_the_round_void():
     run = Run("east", "west")
     for job in ("east", "west"):
         run.ready(job, 1)
-    run.done("east", 1, unreached=["west"])
-    assert run.done("west", 1, unreached=["east"])["verdict"] == "void"
-    assert run.done("east", 1, unreached=["west"])["verdict"] == "void"
+    both = {"east": ["west"], "west": ["east"]}
+    again = exchange_fails(run, 1, "east", "west", attempt=1, unreached=both)
+    assert (again["verdict"], again["relayed"]) == ("go", [["east", "west"]])
+    reply = exchange_fails(run, 1, "east", "west", attempt=2, unreached=both)
+    assert reply["verdict"] == "void" and "could not exchange: east, west" in reply["why"]
     run.whole_round(2, "east", "west")  # nothing is lost: both go on from the same versions
 
 
 def test_of_three_the_one_that_the_others_cannot_reach_is_left():
     run = Run("east", "west", "south")
-    for job in ("east", "west", "south"):
+    jobs = ("east", "west", "south")
+    for job in jobs:
         run.ready(job, 1)
-    run.done("east", 1, unreached=["south"])
-    run.done("west", 1, unreached=["south"])
-    assert run.done("south", 1, unreached=["east", "west"]) == {
+    cut = {"east": ["south"], "west": ["south"], "south": ["east", "west"]}
+    assert exchange_fails(run, 1, *jobs, attempt=1, unreached=cut)["attempt"] == 2
+    assert exchange_fails(run, 1, *jobs, attempt=2, unreached=cut) == {
         "verdict": "void",
         "round": 1,
         "why": "the round went on without this job",

@@ -1,0 +1,207 @@
+"""Pairs of jobs that could not exchange data, and which jobs a round drops so that all others can.
+
+Each member of a round reports the members with which its exchange failed. Seen as a graph, the members are
+vertices and the failed pairs are edges. The jobs to drop are then a vertex cover: at least one end of each
+edge. A smallest cover drops as few jobs as possible.
+
+A job that reports falsely, or that fails only with chosen jobs, is an end of every edge that it causes. So
+the cover contains at most one other job because of it, however many pairs it causes to fail:
+
+    it reports two or more members, or fails with two or more     it is dropped, the smallest cover
+    it alone reports one member                                   it is dropped, the only one to report
+    one member alone reports it                                   that member is dropped
+
+Pure: no clock, no network. Times are seconds on the clock of the coordinator's caller.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from holmes_ext.join.coordinator.reports import DoneReport
+
+#: Two jobs.
+Pair = frozenset[str]
+#: Pair whose exchange failed -> which of the two reported this.
+Failures = dict[Pair, frozenset[str]]
+
+#: Seconds for which a pair uses the coordinator's relay before its direct connection is tried again.
+RELAYED_S = 3600.0
+#: A pair that failed over the relay, too, is kept apart for this many times the duration of the failed
+#: attempts. So failed attempts take at most a tenth of the time.
+_APART_FACTOR = 10.0
+#: Steps of the search for the smallest cover; then the best cover so far counts. Up to about 20 failed pairs
+#: of any shape, and all stars, cliques and partitions of 64 jobs, need far fewer.
+_MOST_STEPS = 20_000
+#: Cost of each dropped job. It is larger than the sum of all jobs' places in the order of preference (64
+#: jobs), so that the number of dropped jobs counts first.
+_COST_OF_JOB = 10_000
+
+
+def failures_of(reports: Mapping[str, DoneReport], members: Collection[str]) -> Failures:
+    """Return the failed pairs of an exchange, each with the jobs that reported it.
+
+    Args:
+        reports: Member -> its report.
+        members: Members of the round; names of other jobs in a report are ignored.
+    """
+    reporters: dict[Pair, set[str]] = defaultdict(set)
+    for name, report in reports.items():
+        for other in report.unreached:
+            if other in members and other != name:
+                reporters[frozenset((name, other))].add(name)
+    return {pair: frozenset(names) for pair, names in reporters.items()}
+
+
+def only_reporters(failures: Failures) -> set[str]:
+    """Return the jobs that report a failed pair whose other end reports no failure of it."""
+    return {name for names in failures.values() if len(names) == 1 for name in names}
+
+
+def names_in(pairs: Iterable[Pair]) -> str:
+    """Return the jobs of all pairs, sorted, as a text."""
+    return ", ".join(sorted({name for pair in pairs for name in pair}))
+
+
+class FailedPairs:
+    """Memory of the pairs of jobs whose exchange failed.
+
+    A pair whose direct connection failed uses the relay from the next attempt on. A pair that fails over the
+    relay, too, is kept apart for a while: no round has both jobs, so that no time is lost with it.
+    """
+
+    def __init__(self) -> None:
+        self._relayed_until: dict[Pair, float] = {}
+        self._separations: dict[Pair, _Separation] = {}
+
+    def relay(self, pairs: Iterable[Pair], now: float) -> None:
+        """Let pairs use the relay from now on."""
+        self._forget_old(now)
+        for pair in pairs:
+            self._relayed_until[pair] = now + RELAYED_S
+
+    def separate(self, failures: Failures, lost_s: float, now: float) -> None:
+        """Keep pairs apart that have failed over the relay, too.
+
+        Args:
+            failures: The pairs, and who reported each.
+            lost_s: Seconds that the failed attempts of the round have taken.
+            now: Current time, in seconds.
+        """
+        self._forget_old(now)
+        for pair, reporters in failures.items():
+            self._relayed_until.pop(pair, None)  # the next attempt is a direct one again
+            self._separations[pair] = _Separation(reporters, until=now + _APART_FACTOR * lost_s)
+
+    def relayed(self, names: Collection[str], now: float) -> set[Pair]:
+        """Return the pairs of these jobs that use the relay."""
+        return {
+            pair
+            for pair, until in self._relayed_until.items()
+            if now < until and pair <= set(names)
+        }
+
+    def apart(self, names: Collection[str], now: float) -> Failures:
+        """Return the pairs of these jobs that must not meet in a round now, and who reported each."""
+        return {
+            pair: separation.reporters
+            for pair, separation in self._separations.items()
+            if now < separation.until and pair <= set(names)
+        }
+
+    def has_failed(self, first: str, second: str) -> bool:
+        """Return whether the exchange of two jobs has failed lately, over the relay, too."""
+        return frozenset((first, second)) in self._separations
+
+    def _forget_old(self, now: float) -> None:
+        self._relayed_until = {
+            pair: until for pair, until in self._relayed_until.items() if now < until
+        }
+        self._separations = {
+            pair: separation
+            for pair, separation in self._separations.items()
+            if now < separation.until
+        }
+
+
+@dataclass(frozen=True)
+class _Separation:
+    """Until when a pair is kept apart, and which of its jobs reported the failure."""
+
+    reporters: frozenset[str]
+    until: float
+
+
+def fewest_to_drop(pairs: Iterable[Pair], by_preference: Iterable[str]) -> set[str]:
+    """Return the smallest set of jobs that has at least one job of each pair.
+
+    Of several sets of this size, one with jobs that come early in the order of preference is returned.
+
+    Args:
+        pairs: Failed pairs.
+        by_preference: All jobs of the pairs; the job that should rather be dropped first.
+    """
+    neighbours: dict[str, set[str]] = defaultdict(set)
+    for first, second in map(tuple, pairs):
+        neighbours[first].add(second)
+        neighbours[second].add(first)
+    cost = {name: _COST_OF_JOB + place for place, name in enumerate(by_preference)}
+    search = _CoverSearch(cost)
+    search.visit(neighbours, frozenset(), cost_so_far=0)
+    return set(search.best)
+
+
+class _CoverSearch:
+    """Branch and bound for the cheapest vertex cover.
+
+    Any cover has either a given vertex, or all its neighbours. The vertex with most neighbours is tried
+    first, so that the first cover that is found is the one of the greedy method.
+    """
+
+    def __init__(self, cost: Mapping[str, int]):
+        self._cost = cost
+        self._steps = 0
+        self.best: frozenset[str] = frozenset(cost)  # all jobs are a cover
+        self._best_cost = sum(cost.values()) + 1
+
+    def visit(
+        self, neighbours: Mapping[str, set[str]], cover: frozenset[str], cost_so_far: int
+    ) -> None:
+        """Extend a partial cover to the best one, unless it cannot be better than the best so far.
+
+        Args:
+            neighbours: Graph of the pairs that `cover` does not have.
+            cover: Jobs that are chosen.
+            cost_so_far: Their cost.
+        """
+        self._steps += 1
+        least_cost = cost_so_far + _COST_OF_JOB * _disjoint_pairs(neighbours)
+        if least_cost >= self._best_cost or self._steps > _MOST_STEPS:
+            return
+        open_jobs = [name for name, others in neighbours.items() if others]
+        if not open_jobs:
+            self.best = cover
+            self._best_cost = cost_so_far
+            return
+        # Of several with as many neighbours, the one with the lowest cost.
+        hub = max(open_jobs, key=lambda name: (len(neighbours[name]), -self._cost[name]))
+        for chosen in ({hub}, neighbours[hub]):
+            rest = {
+                name: others - chosen for name, others in neighbours.items() if name not in chosen
+            }
+            added_cost = sum(self._cost[name] for name in chosen)
+            self.visit(rest, cover | chosen, cost_so_far + added_cost)
+
+
+def _disjoint_pairs(neighbours: Mapping[str, set[str]]) -> int:
+    """Return a number of pairs without a common job; a cover needs one job for each of them."""
+    used: set[str] = set()
+    count = 0
+    for name, others in neighbours.items():
+        free = others - used
+        if name not in used and free:
+            used |= {name, min(free)}
+            count += 1
+    return count
