@@ -23,7 +23,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.sockets.channel import Channel
-from holmes_ext.join.sockets.handshake import Credentials, call
+from holmes_ext.join.sockets.handshake import Credentials, call, connect
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import split_address
 
@@ -31,6 +31,8 @@ from holmes_ext.runtime.sockets import split_address
 PORT = 29600
 #: Number of TCP ports.
 _PORTS = 65536
+#: Seconds to find out whether a port can be called.
+_CALL_BACK_S = 2.0
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -125,6 +127,17 @@ def ticket(secret: str, job: str, incarnation: str) -> str:
         incarnation: Its start.
     """
     return hmac.new(secret.encode(), f"{job} {incarnation}".encode(), "sha256").hexdigest()
+
+
+def is_reachable(host: str, port: object) -> bool:
+    """Return whether a port of the host accepts TCP connections from here."""
+    if not isinstance(port, int) or not 0 < port < _PORTS:
+        return False
+    try:
+        connect(host, port, Deadline(_CALL_BACK_S, "calling back")).close()
+    except OSError:
+        return False
+    return True
 
 
 def port_range(ports: str, address: str, environ: Mapping[str, str]) -> PortRange:

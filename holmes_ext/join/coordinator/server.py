@@ -36,7 +36,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.address import incarnation_of, is_name, ticket
+from holmes_ext.join.address import incarnation_of, is_name, is_reachable, ticket
 from holmes_ext.join.coordinator.client import IDLE_S, POLL_S
 from holmes_ext.join.coordinator.coordinator import Coordinator
 from holmes_ext.join.coordinator.lock_step import LockStepRounds
@@ -57,9 +57,9 @@ from holmes_ext.join.sockets.handshake import (
     NotHolmes,
     Refused,
     answer,
-    connect,
     printable,
 )
+from holmes_ext.join.sockets.memory import MemoryBudget, MemoryExhausted
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import Guest, Listener, listen, network_of
 from holmes_ext.words import why
@@ -82,7 +82,12 @@ _LONGEST_WAIT_S = 0.25
 #: Seconds between two checks for silent jobs.
 _LOOK_S = 1.0
 #: Bytes of the longest request: the shard maps of a job with thousands of ranks.
-_LONGEST = 64 * 2**20
+_LONGEST = 2**24
+#: Bytes of the longest heartbeat.
+_LONGEST_HEARTBEAT = 2**14
+#: Bytes that the requests and replies under way may hold: of each job, and in all.
+_MOST_OF_JOB = 96 * 2**20
+_MOST_IN_ALL = 256 * 2**20
 #: Secrets that are remembered of incarnations that are not in the run.
 _SECRETS = 1024
 #: Seconds over which log lines about rejected callers are counted.
@@ -92,10 +97,6 @@ _COMPLAINTS = 5
 _COMPLAINTS_IN_ALL = 60
 #: Connections of jobs at a time: two of each job, and one of each rank that cannot be called.
 _ADMITTED = 8192
-#: Seconds to find out whether a rank can be called.
-_CALL_BACK_S = 2.0
-#: Number of TCP ports.
-_PORTS = 65536
 #: Characters of the name of a job in a request for its shard maps.
 _LONGEST_NAME = 100
 
@@ -153,6 +154,7 @@ class CoordinatorServer:
         self._secrets: dict[JobIdentity, str] = {}  # of jobs; tickets for calls derive from it
         self._complaints: list[Complaint] = []  # of the last minute; their number is limited
         self._logged_events = 0  # number of the coordinator's events that were passed to `tell`
+        self._memory = MemoryBudget(_MOST_IN_ALL, _MOST_OF_JOB)
         self._ended = threading.Event()
         try:
             # Accepts at most _ADMITTED authenticated connections at a time.
@@ -222,7 +224,7 @@ class CoordinatorServer:
             case "relay":
                 self.relay.call(channel, identity.job, purpose)
             case "reachable":
-                reply = {"reachable": _is_reachable(guest.host, purpose.get("port"))}
+                reply = {"reachable": is_reachable(guest.host, purpose.get("port"))}
                 channel.send(reply, Deadline(_ANSWER_S, "an answer"))
 
     def _verify_identity(self, purpose: Mapping[str, Any]) -> JobIdentity:
@@ -285,7 +287,8 @@ class CoordinatorServer:
         reason = CLOSED
         try:
             while not self._ended.is_set():
-                heartbeat = channel.receive(Deadline(_SILENCE_S, "a heartbeat"))
+                deadline = Deadline(_SILENCE_S, "a heartbeat")
+                heartbeat = channel.receive(deadline, _LONGEST_HEARTBEAT)
                 telemetry = telemetry_from(heartbeat)
                 with self._changed:
                     self._coordinator.heartbeat(
@@ -307,14 +310,22 @@ class CoordinatorServer:
         """Answer the requests of a job until its connection closes."""
         try:
             while not self._ended.is_set():
-                request = channel.receive(Deadline(_SILENCE_S, "a question"), _LONGEST)
-                reply = self._reply_to(identity, request)
-                channel.send(reply, Deadline(_ANSWER_S, "an answer"))
+                self._answer_request(channel, identity)
+        except MemoryExhausted as error:
+            self._complain(f"job {identity.job}", str(error))
         finally:
             with self._changed:
                 # A job that dies before its first heartbeat is noticed only here.
                 if identity not in self._heartbeats:
                     self._gone(identity, CLOSED)
+
+    def _answer_request(self, channel: Channel, identity: JobIdentity) -> None:
+        """Receive a request of a job and send the reply; both count as memory of the job meanwhile."""
+        with self._memory.reservation(identity.job, channel.cut) as memory:
+            deadline = Deadline(_SILENCE_S, "a question")
+            request = channel.receive(deadline, _LONGEST, memory.grow)
+            reply = self._reply_to(identity, request)
+            channel.send(reply, Deadline(_ANSWER_S, "an answer"), memory.grow)
 
     def _gone(self, identity: JobIdentity, reason: str) -> None:
         """Record that a job has left the run, and wake the requests that waited for it."""
@@ -487,14 +498,3 @@ class CoordinatorServer:
                 "jobs": jobs,
                 "events": state.events[-_STATUS_EVENTS:],
             }
-
-
-def _is_reachable(host: str, port: object) -> bool:
-    """Return whether a port of the host accepts TCP connections from here."""
-    if not isinstance(port, int) or not 0 < port < _PORTS:
-        return False
-    try:
-        connect(host, port, Deadline(_CALL_BACK_S, "calling back")).close()
-    except OSError:
-        return False
-    return True
