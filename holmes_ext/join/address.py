@@ -25,7 +25,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.join.sockets.handshake import Credentials, call, connect
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets import split_address
+from holmes_ext.runtime.sockets import is_loopback, split_address
 
 #: Default port of `holmes join serve`.
 PORT = 29600
@@ -138,6 +138,35 @@ def is_reachable(host: str, port: object) -> bool:
     except OSError:
         return False
     return True
+
+
+def is_loopback_address(address: str) -> bool:
+    """Return whether HOST:PORT is of a loopback interface: only processes of the same host can call it."""
+    try:
+        host, _ = split_address(address)
+    except ValueError:
+        return False
+    return is_loopback(host) or host == "localhost"
+
+
+def without_loopback(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a message about a job's ranks with "" (it cannot be called) for each loopback address.
+
+    The coordinator changes the description of a job on another host in this way, and what it says to
+    a job on another host. There, the loopback address would lead to a process of the caller's own host.
+
+    Args:
+        document: A hello, or the reply to a request for the shard maps. Its list `addresses` has the
+            address of each rank. Other messages stay as they are.
+    """
+    addresses = document.get("addresses")
+    if not isinstance(addresses, (list, tuple)):
+        return document
+    callable_addresses = [
+        "" if isinstance(address, str) and is_loopback_address(address) else address
+        for address in addresses
+    ]
+    return {**document, "addresses": callable_addresses}
 
 
 def port_range(ports: str, address: str, environ: Mapping[str, str]) -> PortRange:

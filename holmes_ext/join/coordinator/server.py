@@ -33,10 +33,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.address import incarnation_of, is_name, is_reachable, ticket
+from holmes_ext.join.address import (
+    incarnation_of,
+    is_name,
+    is_reachable,
+    ticket,
+)
 from holmes_ext.join.coordinator.client import IDLE_S, POLL_S
 from holmes_ext.join.coordinator.coordinator import Coordinator
 from holmes_ext.join.coordinator.lock_step import LockStepRounds
@@ -59,7 +65,13 @@ from holmes_ext.join.sockets.handshake import (
     answer,
     printable,
 )
-from holmes_ext.join.sockets.memory import MemoryBudget, MemoryExhausted
+from holmes_ext.join.sockets.memory import MemoryExhausted
+from holmes_ext.join.sockets.requests import (
+    ANSWER_S,
+    answer_request,
+    receive_heartbeat,
+    request_memory,
+)
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import Guest, Listener, listen, network_of
 from holmes_ext.words import why
@@ -72,22 +84,11 @@ CLOSED = "its connection was closed"
 _EVENTS = 100
 #: Lines of the log in a status reply.
 _STATUS_EVENTS = 20
-#: Seconds without a message after which a connection is closed; jobs send far more often.
-_SILENCE_S = 3600.0
-#: Seconds to send a reply.
-_ANSWER_S = 60.0
 #: Seconds between two attempts to decide a waiting request, at least and at most.
 _SHORTEST_WAIT_S = 0.01
 _LONGEST_WAIT_S = 0.25
 #: Seconds between two checks for silent jobs.
 _LOOK_S = 1.0
-#: Bytes of the longest request: the shard maps of a job with thousands of ranks.
-_LONGEST = 2**24
-#: Bytes of the longest heartbeat.
-_LONGEST_HEARTBEAT = 2**14
-#: Bytes that the requests and replies under way may hold: of each job, and in all.
-_MOST_OF_JOB = 96 * 2**20
-_MOST_IN_ALL = 256 * 2**20
 #: Secrets that are remembered of incarnations that are not in the run.
 _SECRETS = 1024
 #: Seconds over which log lines about rejected callers are counted.
@@ -154,7 +155,7 @@ class CoordinatorServer:
         self._secrets: dict[JobIdentity, str] = {}  # of jobs; tickets for calls derive from it
         self._complaints: list[Complaint] = []  # of the last minute; their number is limited
         self._logged_events = 0  # number of the coordinator's events that were passed to `tell`
-        self._memory = MemoryBudget(_MOST_IN_ALL, _MOST_OF_JOB)
+        self._memory = request_memory()
         self._ended = threading.Event()
         try:
             # Accepts at most _ADMITTED authenticated connections at a time.
@@ -225,7 +226,7 @@ class CoordinatorServer:
                 self.relay.call(channel, identity.job, purpose)
             case "reachable":
                 reply = {"reachable": is_reachable(guest.host, purpose.get("port"))}
-                channel.send(reply, Deadline(_ANSWER_S, "an answer"))
+                channel.send(reply, Deadline(ANSWER_S, "an answer"))
 
     def _verify_identity(self, purpose: Mapping[str, Any]) -> JobIdentity:
         """Verify which job a connection speaks for, remember the job's secret, and return the job.
@@ -287,8 +288,7 @@ class CoordinatorServer:
         reason = CLOSED
         try:
             while not self._ended.is_set():
-                deadline = Deadline(_SILENCE_S, "a heartbeat")
-                heartbeat = channel.receive(deadline, _LONGEST_HEARTBEAT)
+                heartbeat = receive_heartbeat(channel)
                 telemetry = telemetry_from(heartbeat)
                 with self._changed:
                     self._coordinator.heartbeat(
@@ -310,7 +310,9 @@ class CoordinatorServer:
         """Answer the requests of a job until its connection closes."""
         try:
             while not self._ended.is_set():
-                self._answer_request(channel, identity)
+                answer_request(
+                    channel, identity.job, self._memory, partial(self._reply_to, identity)
+                )
         except MemoryExhausted as error:
             self._complain(f"job {identity.job}", str(error))
         finally:
@@ -318,14 +320,6 @@ class CoordinatorServer:
                 # A job that dies before its first heartbeat is noticed only here.
                 if identity not in self._heartbeats:
                     self._gone(identity, CLOSED)
-
-    def _answer_request(self, channel: Channel, identity: JobIdentity) -> None:
-        """Receive a request of a job and send the reply; both count as memory of the job meanwhile."""
-        with self._memory.reservation(identity.job, channel.cut) as memory:
-            deadline = Deadline(_SILENCE_S, "a question")
-            request = channel.receive(deadline, _LONGEST, memory.grow)
-            reply = self._reply_to(identity, request)
-            channel.send(reply, Deadline(_ANSWER_S, "an answer"), memory.grow)
 
     def _gone(self, identity: JobIdentity, reason: str) -> None:
         """Record that a job has left the run, and wake the requests that waited for it."""

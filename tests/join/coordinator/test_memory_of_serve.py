@@ -10,9 +10,9 @@ from waiting import await_, soon
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import incarnation_of
-from holmes_ext.join.coordinator import server as server_module
 from holmes_ext.join.coordinator import state as state_module
 from holmes_ext.join.coordinator.reports import checked_from, done_from, hello_from
+from holmes_ext.join.sockets import requests
 from holmes_ext.join.sockets.handshake import Credentials, call
 
 RANGES = 10_000
@@ -89,8 +89,8 @@ def test_descriptions_of_all_jobs_have_a_limit(monkeypatch):
 
 def test_unfinished_messages_have_a_limit_and_others_go_on(monkeypatch):
     """Twenty unfinished messages of 64 MiB kept 1.4 GB."""
-    monkeypatch.setattr(server_module, "_MOST_IN_ALL", 2**21)
-    monkeypatch.setattr(server_module, "_MOST_OF_JOB", 2**21)
+    monkeypatch.setattr(requests, "_MOST_IN_ALL", 2**21)
+    monkeypatch.setattr(requests, "_MOST_OF_JOB", 2**21)
     half = b"x" * (3 * 2**18)
     with coordinator() as server:
         channels = [called(server, f"zero{number}") for number in range(5)]
@@ -107,7 +107,7 @@ def test_unfinished_messages_have_a_limit_and_others_go_on(monkeypatch):
 
 
 def test_unfinished_messages_of_one_job_have_a_limit(monkeypatch):
-    monkeypatch.setattr(server_module, "_MOST_OF_JOB", 2**20)
+    monkeypatch.setattr(requests, "_MOST_OF_JOB", 2**20)
     with coordinator() as server:
         channels = [called(server) for _ in range(3)]
         for channel in channels:
@@ -120,7 +120,7 @@ def test_unfinished_messages_of_one_job_have_a_limit(monkeypatch):
 
 
 def test_replies_that_nobody_reads_count_as_memory(monkeypatch):
-    monkeypatch.setattr(server_module, "_MOST_OF_JOB", 2**20)
+    monkeypatch.setattr(requests, "_MOST_OF_JOB", 2**20)
     with coordinator() as server:
         east = called(server, "east")
         east.send({"op": "hello", **hello(1)}, soon())
