@@ -23,14 +23,16 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.sockets.channel import Channel
-from holmes_ext.join.sockets.handshake import Credentials, call
+from holmes_ext.join.sockets.handshake import Credentials, call, connect
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets import split_address
+from holmes_ext.runtime.sockets import is_loopback, split_address
 
 #: Default port of `holmes join serve`.
 PORT = 29600
 #: Number of TCP ports.
 _PORTS = 65536
+#: Seconds to find out whether a port can be called.
+_CALL_BACK_S = 2.0
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -125,6 +127,46 @@ def ticket(secret: str, job: str, incarnation: str) -> str:
         incarnation: Its start.
     """
     return hmac.new(secret.encode(), f"{job} {incarnation}".encode(), "sha256").hexdigest()
+
+
+def is_reachable(host: str, port: object) -> bool:
+    """Return whether a port of the host accepts TCP connections from here."""
+    if not isinstance(port, int) or not 0 < port < _PORTS:
+        return False
+    try:
+        connect(host, port, Deadline(_CALL_BACK_S, "calling back")).close()
+    except OSError:
+        return False
+    return True
+
+
+def is_loopback_address(address: str) -> bool:
+    """Return whether HOST:PORT is of a loopback interface: only processes of the same host can call it."""
+    try:
+        host, _ = split_address(address)
+    except ValueError:
+        return False
+    return is_loopback(host) or host == "localhost"
+
+
+def without_loopback(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a message about a job's ranks with "" (it cannot be called) for each loopback address.
+
+    The coordinator changes the description of a job on another host in this way, and what it says to
+    a job on another host. There, the loopback address would lead to a process of the caller's own host.
+
+    Args:
+        document: A hello, or the reply to a request for the shard maps. Its list `addresses` has the
+            address of each rank. Other messages stay as they are.
+    """
+    addresses = document.get("addresses")
+    if not isinstance(addresses, (list, tuple)):
+        return document
+    callable_addresses = [
+        "" if isinstance(address, str) and is_loopback_address(address) else address
+        for address in addresses
+    ]
+    return {**document, "addresses": callable_addresses}
 
 
 def port_range(ports: str, address: str, environ: Mapping[str, str]) -> PortRange:

@@ -124,6 +124,12 @@ def stays_on_host(connection: socket.socket) -> bool:
     return is_loopback(connection.getpeername()[0]) and is_loopback(connection.getsockname()[0])
 
 
+def shares_host(connection: socket.socket) -> bool:
+    """Return whether the other end of a connection is on this host, as far as its address says."""
+    own_host = ip_of(connection.getsockname()[0])
+    return stays_on_host(connection) or own_host == ip_of(connection.getpeername()[0])
+
+
 # Sockets
 
 

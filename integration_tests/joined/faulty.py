@@ -31,7 +31,7 @@ from waiting import await_
 from holmes_ext.join import training
 from holmes_ext.join.loop import OuterLoop
 from holmes_ext.join.patches import torch as torch_joined
-from holmes_ext.join.peers import exchange, routes, transfer
+from holmes_ext.join.peers import exchange, transfer
 from holmes_ext.join.peers import take as cross_take
 from holmes_ext.join.rounds.coordinator_link import CoordinatorLink
 from holmes_ext.join.shards.state import OuterState
@@ -190,8 +190,7 @@ def rank_of(rank: int, incarnation: int, fields: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     _shift_clocks(job.ahead_s)
     if job.encrypted:
-        for module in (handshake, routes):
-            module.stays_on_host = lambda connection: False
+        handshake.stays_on_host = lambda connection: False
     with open(job.place / f"{job.name}.{incarnation}.{rank}.jsonl", "a", buffering=1) as log:
         _train(job, rank, incarnation, lambda **entry: print(json.dumps(entry), file=log))
 

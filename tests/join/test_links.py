@@ -4,9 +4,11 @@ in time."""
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from joined_jobs import Rank, place_at
+from waiting import await_
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import PortRange
@@ -313,3 +315,29 @@ def test_a_port_in_use_is_named_and_another_of_the_range_is_taken():
     second = open_port(place_at("", 1, PortRange((port, min(port + 50, 65535)))), 0)
     assert second.getsockname()[1] > port
     first.close(), second.close()
+
+
+def connections_in_close_wait(port):
+    """The connections of this process whose other end has closed, with a port of 127.0.0.1.
+
+    A line of /proc/net/tcp has the own address, the other one and the state; CLOSE_WAIT is 08.
+    """
+    lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
+    fields = [line.split() for line in lines]
+    end = f"0100007F:{port:04X}"
+    return [row for row in fields if row[3] == "08" and end in row[1:3]]
+
+
+def test_a_job_that_ends_leaves_no_connection_behind():
+    """Each end, or restart, of another job left a connection in CLOSE_WAIT, until there were 128."""
+    west, data = Rank("west"), b"x" * 1000
+    port = int(west.links.address.rpartition(":")[2])
+    for number, job in enumerate(("east1", "east2", "east3", "north")):
+        other = Rank(job)
+        pair = [west, other]
+        assert exchange(pair, [data, data], number) == [{job: data}, {"west": data}]
+        if job != "north":
+            other.links.close()
+            await_(lambda: connections_in_close_wait(port), what="the other end has closed")
+    assert connections_in_close_wait(port) == []
+    other.links.close(), west.links.close()

@@ -9,15 +9,16 @@ import torch
 from joined_jobs import TOKEN, Rank, coordinator, in_threads, joined_of, place_at
 from waiting import await_, soon
 
-from holmes_ext.join.address import PortRange, incarnation_of
+from holmes_ext.join.address import PortRange, incarnation_of, without_loopback
 from holmes_ext.join.coordinator import relay
 from holmes_ext.join.coordinator.client import ask_status
+from holmes_ext.join.peers import listening
 from holmes_ext.join.peers import routes as routes_module
 from holmes_ext.join.peers.links import PeersFailed
 from holmes_ext.join.peers.listening import open_port
 from holmes_ext.join.peers.routes import Peer, RankIdentity
 from holmes_ext.join.settings import parse_outer
-from holmes_ext.join.sockets import handshake
+from holmes_ext.join.sockets import handshake, requests
 from holmes_ext.join.sockets.handshake import Credentials
 from holmes_ext.runtime.sockets import address_text
 
@@ -57,8 +58,7 @@ def both_ways(east, west, size, number=1):
 @pytest.fixture
 def encrypted(monkeypatch):
     """As between hosts."""
-    for module in (handshake, routes_module):
-        monkeypatch.setattr(module, "stays_on_host", lambda connection: False)
+    monkeypatch.setattr(handshake, "stays_on_host", lambda connection: False)
 
 
 REVERSED, RELAYED = (True, False), (False, False)
@@ -85,8 +85,12 @@ def test_where_neither_can_be_called_the_coordinator_hands_the_bytes_on(pair):
 
 
 @pytest.mark.parametrize("pair", [RELAYED], indirect=True)
-def test_the_relay_sees_ciphertext_alone(pair, encrypted, monkeypatch):
-    """All of it: neither what is exchanged, nor who calls, nor the tickets."""
+def test_the_relay_sees_ciphertext_alone(pair, monkeypatch):
+    """All of it: neither what is exchanged, nor who calls, nor the tickets.
+
+    Also where the coordinator is on the host of both ranks: one end sent plain text where the other
+    end, on another host, did not accept it.
+    """
     seen, read = bytearray(), relay._Direction.read
 
     def watched(direction):
@@ -232,9 +236,6 @@ def test_jobs_that_cannot_be_called_learn_the_same():
 
 def test_a_port_that_is_closed_from_outside_is_found_at_the_start(monkeypatch):
     """The coordinator tries the rank's port; where it cannot be reached, others are told no address."""
-    from holmes_ext.join.peers import listening
-
-    monkeypatch.setattr(listening, "is_loopback", lambda host: False)
     with coordinator() as server:
         place, identity = (
             place_at("east", server.port),
@@ -250,3 +251,48 @@ def test_a_port_that_is_closed_from_outside_is_found_at_the_start(monkeypatch):
         with socket.socket() as closed:  # bound, and nobody listens: as behind a firewall
             closed.bind(("127.0.0.1", 0))
             assert told(closed) == ""
+
+
+def test_loopback_is_not_advertised_to_other_hosts(monkeypatch):
+    """A job beside the coordinator advertised 127.0.0.1, which leads others to their own host."""
+    for module in (requests, relay):
+        monkeypatch.setattr(module, "shares_host", lambda connection: False)  # all are elsewhere
+    begun = threading.Barrier(2)
+    called = []
+
+    def call_back(routes, caller):
+        called.append(caller["address"])
+
+    monkeypatch.setattr(routes_module.Routes, "_call_back", call_back)
+    with coordinator() as server:
+        in_threads(
+            {
+                name: (lambda name=name: train(name, server.port, True, begun))
+                for name in ("east", "west")
+            }
+        )
+        assert sum("commit (" in line for line in server.told) == 10, server.told
+        members = server._coordinator.state.members.values()
+        assert [member.hello.addresses for member in members] == [("",), ("",)]
+        assert len(server.relay.counted()) == 2
+    assert set(called) == {""}, "a rank was told to call a loopback address of another host"
+
+
+def test_loopback_is_told_to_jobs_on_the_same_host_only(monkeypatch):
+    """The description of a job beside the coordinator has its loopback address; a job elsewhere gets ""."""
+    hello = {
+        "op": "hello",
+        "addresses": ["127.0.0.1:5", "10.0.0.1:5", "[::1]:5", "localhost:5", ""],
+    }
+    assert without_loopback(hello) == {"op": "hello", "addresses": ["", "10.0.0.1:5", "", "", ""]}
+    for other in ({"verdict": "wait"}, {"addresses": 7}, {"addresses": [7, None, "x"]}):
+        assert without_loopback(other) == other
+
+
+def test_a_loopback_address_that_leads_nowhere_is_not_published():
+    """The coordinator is at the far end of a tunnel: its 127.0.0.1 is another host's."""
+    with coordinator() as server, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens
+        identity = RankIdentity("east", incarnation_of("s"), 0, "s")
+        place = place_at("east", server.port)
+        assert listening.published_address(place, closed, identity) == ""

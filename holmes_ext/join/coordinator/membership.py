@@ -73,6 +73,7 @@ class Membership:
             self._record_or_refuse_rival(predecessor, incarnation, now)
             return None
         self._refuse_if_different(name, hello)
+        hello = state.make_room(name, hello)
         # After a restart of this coordinator, new jobs may have begun a run from their initial weights. If a
         # job of the older run, which is in a later round, reconnects now, the older run goes on. forget()
         # drops the newer run's outer steps (commits): they would decide what versions of weights are valid.

@@ -30,9 +30,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from holmes_ext.join.address import is_loopback_address
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.join.sockets.handshake import end_tls
 from holmes_ext.runtime.deadline import Deadline
+from holmes_ext.runtime.sockets import shares_host
 
 BUFFER_BYTES = 2**18
 #: Pairs of ranks whose bytes are forwarded at a time.
@@ -47,6 +49,8 @@ _SILENCE_S = 3600.0
 _LOOK_S = 5.0
 #: Seconds to send a message to a rank, or to end TLS with it.
 _TELL_S = 10.0
+#: Bytes of the longest answer of a called rank.
+_LONGEST_ANSWER = 2**10
 #: Characters of a value that is passed on to the called rank.
 _LONGEST_VALUE = 300
 
@@ -160,9 +164,12 @@ class PeerRelay:
             name: str(purpose.get(name, ""))[:_LONGEST_VALUE]
             for name in ("call", "job", "incarnation", "address")
         }
+        is_elsewhere = not shares_host(channel.socket)
         deadline = Deadline(WAIT_S, "a standing line")
         # _take_line() waits for the rank's standby line; None: there is none by the deadline.
         while (line := self._take_line(key, deadline)) is not None:
+            if is_elsewhere or not shares_host(line.channel.socket):
+                question = _without_loopback(question)
             answer = _call_on(line, question)  # the rank's: "reversed" or "relay"; "": line is dead
             if answer:
                 break
@@ -209,9 +216,9 @@ class PeerRelay:
     def _forward(self, caller: Channel, job: str, line: _Line) -> None:
         """Forward bytes between a caller and the rank of a standby line until both have ended.
 
-        The two ranks encrypt the bytes end to end, with a TLS handshake of their own (unless the
-        run is not encrypted at all). The caller gets an error instead if MOST_PAIRS pairs are open,
-        or the limit of bytes is reached.
+        The two ranks encrypt the bytes end to end, with a TLS handshake of their own, wherever they
+        are (unless the run is not encrypted at all). The caller gets an error instead if MOST_PAIRS
+        pairs are open, or the limit of bytes is reached.
 
         Args:
             caller: The caller's connection.
@@ -346,6 +353,16 @@ def _key(job: object, incarnation: object, rank: object) -> str:
     return " ".join(str(part)[:64] for part in (job, incarnation, rank))
 
 
+def _without_loopback(question: dict[str, str]) -> dict[str, str]:
+    """Return what is announced about a caller, without its address if that is a loopback address.
+
+    On another host, the address would lead the called rank to a process of its own host.
+    """
+    if is_loopback_address(question["address"]):
+        return {**question, "address": ""}
+    return question
+
+
 def _call_on(line: _Line, question: Mapping[str, str]) -> str:
     """Announce a call on a standby line, an idle connection of a rank that cannot be called.
 
@@ -355,7 +372,8 @@ def _call_on(line: _Line, question: Mapping[str, str]) -> str:
     """
     try:
         line.channel.send(dict(question), Deadline(_TELL_S, "a call"))
-        return str(line.channel.receive(Deadline(ANSWER_S, "an answer to a call")).get("answer"))
+        deadline = Deadline(ANSWER_S, "an answer to a call")
+        return str(line.channel.receive(deadline, _LONGEST_ANSWER).get("answer"))
     except OSError:
         return ""
 

@@ -13,13 +13,15 @@ A report that is malformed or implausible raises HolmesError, and the coordinato
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import is_name
+from holmes_ext.join.sockets.documents import pack, parsed_bytes
 from holmes_ext.join.sockets.handshake import printable
 from holmes_ext.runtime.sockets import split_address
 from holmes_ext.words import counted
@@ -33,8 +35,13 @@ _MOST_TOKENS = 1e18
 _MOST_NORM = 1e30
 #: Upper limit of a duration, in seconds.
 _MOST_SECONDS = 86400.0
-#: Jobs that one job may wait for, and peers that it may name.
+#: Jobs that one job may wait for, and jobs that a report may name.
 _MOST_JOBS = 64
+#: Ranks of a job, and fragments of a model.
+_MOST_RANKS = 2**16
+_MOST_FRAGMENTS = 2**12
+#: Memory of one address or claim of a job, in bytes.
+_BYTES_PER_ENTRY = 192
 #: Levels of nested tables in the settings of a job.
 _DEEPEST = 4
 #: Characters of one text in the settings of a job.
@@ -126,10 +133,24 @@ def _checksum(table: Table, key: str) -> str:
 def _by_job(table: Table, key: str, read: Callable[[Table, str], Any]) -> dict[str, Any]:
     """Return a nested table that maps names of jobs to values, each read with `read`."""
     values = table.table(key)
+    _require_at_most(len(values.values), _MOST_JOBS, table.at(key))
     return {name: read(values, name) for name in values.values}
 
 
-@dataclass(frozen=True)
+def _jobs(table: Table, key: str) -> tuple[str, ...]:
+    """Return a list of names of jobs; raise HolmesError if there are more than a run can have."""
+    names = table.list(key, str)
+    _require_at_most(len(names), _MOST_JOBS, table.at(key))
+    return names
+
+
+def _require_at_most(count: int, most: int, location: str) -> None:
+    """Raise HolmesError, which begins with `location`, if there are more than `most` entries."""
+    if count > most:
+        raise HolmesError(f"{location} has {count} entries, more than {most}")
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     """Version and checksum that a job reports for its copy of a fragment.
 
@@ -152,8 +173,9 @@ class Hello:
     #: Settings and facts about the model that must be equal in all jobs.
     agreed: Mapping[str, Any]
     #: Position in the model-parallel grid -> start, stop, rank, start, stop, rank, ...: the ranges of
-    #: flat parameter elements there, and the rank that exchanges each.
-    maps: Mapping[str, tuple[int, ...]]
+    #: flat parameter elements there, and the rank that exchanges each. An array takes a fifth of the
+    #: memory of a tuple.
+    maps: Mapping[str, Sequence[int]]
     #: HOST:PORT of each rank; "": the rank cannot be called.
     addresses: tuple[str, ...]
     #: Versions of the job's fragments.
@@ -168,6 +190,8 @@ class Hello:
     entered: bool = _report_field(Table.take, bool, default=False)
     #: Names of the other jobs of the run that this job knows.
     peers: tuple[str, ...] = ()
+    memory_bytes: int = 0  # about what this object takes, without `agreed`
+    agreed_bytes: int = 0  # about what `agreed` takes
 
     @property
     def totals(self) -> dict[str, int]:
@@ -242,7 +266,7 @@ class DoneReport:
     #: Number of the exchange within the round.
     attempt: int = _report_field(_number, 0, MOST)
     #: Jobs with which the exchange failed.
-    unreached: tuple[str, ...] = _report_field(Table.list, str, default=())
+    unreached: tuple[str, ...] = _report_field(_jobs, default=())
     #: Job -> reason why its data cannot be used.
     faults: Mapping[str, str] = _report_field(_by_job, _line, default_factory=dict)
 
@@ -287,6 +311,7 @@ def hello_from(document: dict[str, Any]) -> Hello:
     addresses = hello.list("addresses", str)  # HOST:PORT of each rank, "" if it cannot be called
     if not addresses:
         raise HolmesError(f"{hello.at('addresses')} is empty")
+    _require_at_most(len(addresses), _MOST_RANKS, hello.at("addresses"))
     for address in filter(None, addresses):
         try:
             split_address(address)
@@ -306,14 +331,21 @@ def hello_from(document: dict[str, Any]) -> Hello:
         raise HolmesError(
             f"{hello.at('peers')}: names of jobs are letters, digits, '-', '_' and '.'"
         )
+    agreed = _printable_json(hello.table("agreed").values, location=hello.at("agreed"))
+    agreed_text = pack(agreed)
+    claims = _claims(hello)
+    map_bytes = sum(len(numbers) * numbers.itemsize for numbers in ranges.values())
+    entries = len(ranges) + len(addresses) + len(claims)
     return _read_report(
         Hello,
         hello,
-        agreed=_printable_json(hello.table("agreed").values, location=hello.at("agreed")),
+        agreed=agreed,
         maps=ranges,
         addresses=addresses,
-        claims=_claims(hello),
+        claims=claims,
         peers=peers[:_MOST_JOBS],
+        memory_bytes=map_bytes + entries * _BYTES_PER_ENTRY,
+        agreed_bytes=len(agreed_text) + parsed_bytes(agreed_text),
     )
 
 
@@ -388,6 +420,7 @@ def _claims(table: Table, fragments: int | None = None) -> tuple[Claim, ...]:
     """
     versions = table.list("versions", int)
     checksums = table.list("checksums", str)
+    _require_at_most(len(versions), _MOST_FRAGMENTS, table.at("versions"))
     if len(versions) != len(checksums) or not versions:
         raise HolmesError(
             f"{table.at('versions')}: {len(versions)} of them, and {len(checksums)} checksums"
@@ -403,7 +436,7 @@ def _claims(table: Table, fragments: int | None = None) -> tuple[Claim, ...]:
     return tuple(map(Claim, versions, checksums))
 
 
-def _validated_ranges(maps: Table, position: str, ranks: int) -> tuple[int, ...]:
+def _validated_ranges(maps: Table, position: str, ranks: int) -> array[int]:
     """Return the shard map of one position: start, stop, rank, start, stop, rank, ...
 
     Each triple names a range of flat parameter elements, and the rank that exchanges it with other jobs.
@@ -430,7 +463,7 @@ def _validated_ranges(maps: Table, position: str, ranks: int) -> tuple[int, ...]
                 f"start at {expected_start}, must not be empty, and its rank must be below {ranks}"
             )
         expected_start = stop
-    return flat
+    return array("q", flat)
 
 
 def _require_printable(position: str, table: Table) -> None:

@@ -33,10 +33,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.address import incarnation_of, is_name, ticket
+from holmes_ext.join.address import (
+    incarnation_of,
+    is_name,
+    is_reachable,
+    ticket,
+)
 from holmes_ext.join.coordinator.client import IDLE_S, POLL_S
 from holmes_ext.join.coordinator.coordinator import Coordinator
 from holmes_ext.join.coordinator.lock_step import LockStepRounds
@@ -57,8 +63,14 @@ from holmes_ext.join.sockets.handshake import (
     NotHolmes,
     Refused,
     answer,
-    connect,
     printable,
+)
+from holmes_ext.join.sockets.memory import MemoryExhausted
+from holmes_ext.join.sockets.requests import (
+    ANSWER_S,
+    answer_request,
+    receive_heartbeat,
+    request_memory,
 )
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import Guest, Listener, listen, network_of
@@ -72,17 +84,11 @@ CLOSED = "its connection was closed"
 _EVENTS = 100
 #: Lines of the log in a status reply.
 _STATUS_EVENTS = 20
-#: Seconds without a message after which a connection is closed; jobs send far more often.
-_SILENCE_S = 3600.0
-#: Seconds to send a reply.
-_ANSWER_S = 60.0
 #: Seconds between two attempts to decide a waiting request, at least and at most.
 _SHORTEST_WAIT_S = 0.01
 _LONGEST_WAIT_S = 0.25
 #: Seconds between two checks for silent jobs.
 _LOOK_S = 1.0
-#: Bytes of the longest request: the shard maps of a job with thousands of ranks.
-_LONGEST = 64 * 2**20
 #: Secrets that are remembered of incarnations that are not in the run.
 _SECRETS = 1024
 #: Seconds over which log lines about rejected callers are counted.
@@ -92,10 +98,6 @@ _COMPLAINTS = 5
 _COMPLAINTS_IN_ALL = 60
 #: Connections of jobs at a time: two of each job, and one of each rank that cannot be called.
 _ADMITTED = 8192
-#: Seconds to find out whether a rank can be called.
-_CALL_BACK_S = 2.0
-#: Number of TCP ports.
-_PORTS = 65536
 #: Characters of the name of a job in a request for its shard maps.
 _LONGEST_NAME = 100
 
@@ -153,6 +155,7 @@ class CoordinatorServer:
         self._secrets: dict[JobIdentity, str] = {}  # of jobs; tickets for calls derive from it
         self._complaints: list[Complaint] = []  # of the last minute; their number is limited
         self._logged_events = 0  # number of the coordinator's events that were passed to `tell`
+        self._memory = request_memory()
         self._ended = threading.Event()
         try:
             # Accepts at most _ADMITTED authenticated connections at a time.
@@ -222,8 +225,8 @@ class CoordinatorServer:
             case "relay":
                 self.relay.call(channel, identity.job, purpose)
             case "reachable":
-                reply = {"reachable": _is_reachable(guest.host, purpose.get("port"))}
-                channel.send(reply, Deadline(_ANSWER_S, "an answer"))
+                reply = {"reachable": is_reachable(guest.host, purpose.get("port"))}
+                channel.send(reply, Deadline(ANSWER_S, "an answer"))
 
     def _verify_identity(self, purpose: Mapping[str, Any]) -> JobIdentity:
         """Verify which job a connection speaks for, remember the job's secret, and return the job.
@@ -285,7 +288,7 @@ class CoordinatorServer:
         reason = CLOSED
         try:
             while not self._ended.is_set():
-                heartbeat = channel.receive(Deadline(_SILENCE_S, "a heartbeat"))
+                heartbeat = receive_heartbeat(channel)
                 telemetry = telemetry_from(heartbeat)
                 with self._changed:
                     self._coordinator.heartbeat(
@@ -307,9 +310,11 @@ class CoordinatorServer:
         """Answer the requests of a job until its connection closes."""
         try:
             while not self._ended.is_set():
-                request = channel.receive(Deadline(_SILENCE_S, "a question"), _LONGEST)
-                reply = self._reply_to(identity, request)
-                channel.send(reply, Deadline(_ANSWER_S, "an answer"))
+                answer_request(
+                    channel, identity.job, self._memory, partial(self._reply_to, identity)
+                )
+        except MemoryExhausted as error:
+            self._complain(f"job {identity.job}", str(error))
         finally:
             with self._changed:
                 # A job that dies before its first heartbeat is noticed only here.
@@ -487,14 +492,3 @@ class CoordinatorServer:
                 "jobs": jobs,
                 "events": state.events[-_STATUS_EVENTS:],
             }
-
-
-def _is_reachable(host: str, port: object) -> bool:
-    """Return whether a port of the host accepts TCP connections from here."""
-    if not isinstance(port, int) or not 0 < port < _PORTS:
-        return False
-    try:
-        connect(host, port, Deadline(_CALL_BACK_S, "calling back")).close()
-    except OSError:
-        return False
-    return True

@@ -9,9 +9,10 @@ import hmac
 import secrets
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from holmes_ext.errors import HolmesError
 from holmes_ext.join.coordinator.failed_pairs import (
     FailedPairs,
     Failures,
@@ -25,6 +26,9 @@ from holmes_ext.join.coordinator.reports import CheckedReport, Claim, DoneReport
 HEARTBEAT_S = 2.0
 #: Jobs in a run at a time, and gone ones that are remembered.
 MOST_JOBS = 64
+#: Bytes that the descriptions (hellos) of all jobs may take.
+_MOST_HELLO_BYTES = 2**28
+_MIB = 2**20
 
 
 class NotInRun(Exception):
@@ -144,6 +148,42 @@ class RunState:
         if member is None or member.state == "gone":
             raise NotInRun(name)
         return member
+
+    def make_room(self, name: str, hello: Hello) -> Hello:
+        """Return the description of a job for keeping, if the limit of all descriptions allows it.
+
+        Jobs of a run have equal settings (`agreed`), so these are kept once. If the limit would be
+        exceeded, the shard maps of jobs that are gone are forgotten, the earliest first.
+
+        Args:
+            name: The job that says hello. Its earlier description is replaced.
+            hello: The new description.
+
+        Raises:
+            HolmesError: The descriptions of the jobs that are present leave too little room.
+        """
+        others = [member for member in self.members.values() if member.name != name]
+        for other in others:
+            if other.hello.agreed == hello.agreed:
+                hello = replace(hello, agreed=other.hello.agreed, agreed_bytes=0)
+                break
+        hellos = [hello, *(other.hello for other in others)]
+        kept_bytes = sum(each.memory_bytes + each.agreed_bytes for each in hellos)
+        gone = [other for other in others if other.state == "gone"]
+        for other in sorted(gone, key=lambda member: member.order):
+            if kept_bytes <= _MOST_HELLO_BYTES:
+                break
+            kept_bytes -= other.hello.memory_bytes
+            no_addresses = ("",) * len(other.hello.addresses)
+            other.hello = replace(
+                other.hello, maps={}, addresses=no_addresses, claims=(), memory_bytes=0
+            )
+        if kept_bytes > _MOST_HELLO_BYTES:
+            raise HolmesError(
+                f"job {name!r} cannot join: the descriptions of all jobs would take more than "
+                f"{_MOST_HELLO_BYTES // _MIB} MiB; fewer ranges for each rank make them smaller"
+            )
+        return hello
 
     def present(self) -> list[Member]:
         """Return all jobs that are not gone."""

@@ -144,6 +144,16 @@ class PeerLinks:
                 if key.is_relayed != (key.job in partners):
                     _cut_and_close(self._open.pop(key))
 
+    def _close_ended(self) -> None:
+        """Close the connections that the other end has closed: those of jobs that ended or restarted.
+
+        No exchange would look for them again, because a restarted job has another incarnation.
+        """
+        with self._changed:
+            for key, channel in list(self._open.items()):
+                if not channel.lives():
+                    _cut_and_close(self._open.pop(key))
+
     def swap(
         self, number: int, attempt: int, outgoing: Exchange, incoming: Exchange, patience_s: float
     ) -> None:
@@ -164,6 +174,7 @@ class PeerLinks:
                 connections to them are closed.
         """
         begin = time.monotonic()
+        self._close_ended()
         sizes = {
             peer: _total_bytes(outgoing.get(peer, ())) + _total_bytes(incoming.get(peer, ()))
             for peer in {*outgoing, *incoming}

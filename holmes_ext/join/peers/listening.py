@@ -12,7 +12,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import JoinAddress, JoinPlace
 from holmes_ext.join.peers.routes import RankIdentity
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets import address_text, is_loopback, listen
+from holmes_ext.runtime.sockets import address_text, listen
 from holmes_ext.words import why
 
 #: Seconds for the coordinator to find out whether it can call this rank.
@@ -58,7 +58,8 @@ def published_address(
     """Return the HOST:PORT at which other jobs can connect to this rank; "" if they cannot.
 
     To find out, the coordinator tries to connect to this rank. It does not if the user has given
-    --holmes-join-address, or if all jobs are on this host.
+    --holmes-join-address. If the coordinator is on this host, the address is a loopback address.
+    The coordinator passes that on only to jobs that are on this host, too.
 
     Args:
         place: Ports and address that the user has given.
@@ -74,9 +75,8 @@ def published_address(
         # so it does not test it.
         external_port = place.ports.advertised(port)
         return address_text(place.ports.host, external_port)
-    # A loopback address is the route to a coordinator on this host. So all jobs are on it, and no
-    # firewall is in between.
-    if not is_loopback(host) and not _can_be_called(port, place, identity):
+    # Loopback is asked about, too: the coordinator may be on another host, at the end of a tunnel.
+    if not _can_be_called(port, place, identity):
         return ""
     return address_text(host, port)
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.address import JoinPlace, ticket
+from holmes_ext.join.address import JoinPlace, is_loopback_address, ticket
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.join.sockets.handshake import (
     HANDSHAKE_S,
@@ -38,7 +38,7 @@ from holmes_ext.join.sockets.handshake import (
     greet,
 )
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets import Guest, Listener, split_address, stays_on_host
+from holmes_ext.runtime.sockets import Guest, Listener, split_address
 
 #: Seconds for one attempt to call an address.
 _CALL_S = 5.0
@@ -153,7 +153,8 @@ class Routes:
         self._relayed_jobs: frozenset[str] = frozenset()
         self._standby_line: Channel | None = None
         self._stands_by = False
-        if not address:  # other ranks reach this one only through the coordinator
+        # Ranks on other hosts (loopback address) or all ranks reach this one only through the coordinator.
+        if not address or is_loopback_address(address):
             self._start_to_stand_by()
 
     def close(self) -> None:
@@ -249,7 +250,9 @@ class Routes:
                     reason = reply.get("error", "it has no standing line to the coordinator")
                     raise ConnectionError(str(reason))
                 # "go": TLS with the coordinator ends, and the peer is at the other end of the connection.
-                encrypt = not self._credentials.plain and not stays_on_host(channel.socket)
+                # The bytes are forwarded to an unknown host, so they are encrypted also if the
+                # coordinator is on this host.
+                encrypt = not self._credentials.plain
                 connection = end_tls(channel.socket, deadline)
             finally:
                 channel.close()
@@ -400,15 +403,10 @@ class Routes:
         standby_line.send({"answer": "relay"}, deadline)
         if standby_line.receive(deadline).get("relay") != "go":
             return False
-        # Must a caller without TLS be accepted? A rank omits TLS if its own connection to the
-        # coordinator stays on its host (loopback), where nobody else can read it. If this line is
-        # loopback, the coordinator is on this host. Then a caller on this host omits TLS, so accept
-        # that. A caller on another host is not affected: its connection is no loopback.
-        is_plain = self._credentials.plain or stays_on_host(standby_line.socket)
         # TLS with the coordinator ends: what follows is the handshake with the caller.
         connection = end_tls(standby_line.socket, deadline)
         threading.Thread(
-            target=self._serve_relayed, args=(connection, is_plain), name="holmes-peer", daemon=True
+            target=self._serve_relayed, args=(connection,), name="holmes-peer", daemon=True
         ).start()
         return False
 
@@ -463,20 +461,20 @@ class Routes:
         proven = {"job": caller.get("job"), "incarnation": caller.get("incarnation")}
         self._handle_incoming(channel, {**purpose, **proven})
 
-    def _serve_relayed(self, connection: socket.socket, is_plain: bool) -> None:
+    def _serve_relayed(self, connection: socket.socket) -> None:
         """Authenticate a caller whose bytes the coordinator forwards, and pass the connection on.
 
-        The connection is closed if the caller is not authentic, or means an earlier start of this
-        job.
+        The caller must use TLS, also if the coordinator is on this host: the caller may be on
+        another one. The connection is closed if the caller is not authentic, or means an earlier
+        start of this job.
 
         Args:
             connection: The connection to the coordinator.
-            is_plain: Accept a caller without TLS, too; False: require TLS.
         """
         deadline = Deadline(HANDSHAKE_S, "the handshake")
         try:
             channel, purpose = answer(
-                connection, self._credentials, deadline, self._secret_for, is_plain
+                connection, self._credentials, deadline, self._secret_for, self._credentials.plain
             )
             if purpose.get("to") == self.identity.incarnation:
                 self._handle(channel, purpose)

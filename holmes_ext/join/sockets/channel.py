@@ -5,6 +5,9 @@
 The tag is the first half of HMAC-SHA256 over the rest of the frame (RFC 2104, section 5), with another key
 for each direction of each connection. Over TLS there is no tag, because TLS authenticates the bytes itself.
 A frame that was changed, dropped, repeated or reordered ends the connection.
+
+A document must be complete soon after its first byte: within FRAME_S seconds, and the time for its length at
+the slowest rate that a link may have (runtime/deadline.py). So nobody can keep memory with unfinished frames.
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ import contextlib
 import hmac
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from holmes_ext.join.sockets.documents import pack, unpack
-from holmes_ext.runtime.deadline import Deadline
+from holmes_ext.join.sockets.documents import pack, parsed_bytes, unpack
+from holmes_ext.runtime.deadline import FLOOR_BYTES_PER_S, Deadline
 
 #: Payload length, sequence number.
 _HEADER = struct.Struct("!IQ")
@@ -28,10 +31,17 @@ FRAME_BYTES = 2**18
 _CALL_BYTES = 2**20
 #: Default limit of the size of a document, in bytes.
 SHORT = 2**20
+#: Seconds for the header of a document after its first byte, and for the rest beyond its time at the slowest
+#: rate.
+FRAME_S = 10.0
 
 
 class BrokenFrame(ConnectionError):
     """Error: a received frame was changed, dropped, repeated or reordered, or is no frame."""
+
+
+def _reserve_nothing(count: int) -> None:
+    """Accept any number of bytes of a document (the default of `reserve`)."""
 
 
 class _Direction:
@@ -125,33 +135,60 @@ class Channel:
         self._sent = _Direction(send_key)
         self._received = _Direction(receive_key)
 
-    def send(self, document: dict[str, Any], deadline: Deadline) -> None:
-        """Send a JSON document."""
+    def send(
+        self,
+        document: dict[str, Any],
+        deadline: Deadline,
+        reserve: Callable[[int], None] = _reserve_nothing,
+    ) -> None:
+        """Send a JSON document.
+
+        Args:
+            document: The document.
+            deadline: Until when it must be sent.
+            reserve: Called with the number of bytes that the document holds until it is sent.
+        """
         payload = pack(document)
+        reserve(len(payload))
         header = self._sent.header(len(payload))
         self._write(memoryview(header + payload + self._sent.tag(header, payload)), deadline)
 
-    def receive(self, deadline: Deadline, longest: int = SHORT) -> dict[str, Any]:
+    def receive(
+        self,
+        deadline: Deadline,
+        longest: int = SHORT,
+        reserve: Callable[[int], None] = _reserve_nothing,
+    ) -> dict[str, Any]:
         """Receive a JSON document.
 
         Args:
-            deadline: Until when it must be complete.
+            deadline: Until when it must be complete. It must also be complete soon after its first
+                byte (see FRAME_S).
             longest: Largest accepted size, in bytes.
+            reserve: Called with a number of bytes before the document takes that much memory; it
+                may raise an error.
 
         Raises:
             BrokenFrame: The frame is broken, or contains no document.
         """
-        header = bytes(self._read(bytearray(_HEADER.size), deadline))
-        payload = bytearray()
+        header = bytearray(_HEADER.size)
+        self._read(memoryview(header)[:1], deadline)
+        begun = _sooner(deadline, FRAME_S, "the header of a message")
+        self._read(memoryview(header)[1:], begun)
         length = self._received.length_of(header, longest)
+        longest_s = FRAME_S + length / FLOOR_BYTES_PER_S
+        complete = _sooner(deadline, longest_s, f"a message of {length} bytes")
+        payload = bytearray()
         # Memory grows with the received bytes: a header may announce bytes that never come.
         while len(payload) < length:
             part_bytes = min(FRAME_BYTES, length - len(payload))
-            payload += self._read(bytearray(part_bytes), deadline)
-        tag = bytes(self._read(bytearray(self._received.tag_bytes), deadline))
+            reserve(part_bytes)
+            payload += self._read(bytearray(part_bytes), complete)
+        tag = bytes(self._read(bytearray(self._received.tag_bytes), complete))
         self._received.check(tag, header, payload)
+        reserve(parsed_bytes(payload))
         try:
-            return unpack(bytes(payload))
+            return unpack(payload)
         except ValueError as error:
             raise BrokenFrame(f"no document came: {error}") from None
 
@@ -272,6 +309,11 @@ class Channel:
                 raise ConnectionResetError("the other end closed the connection")
             left = left[count:]
         return into
+
+
+def _sooner(deadline: Deadline, seconds: float, operation: str) -> Deadline:
+    """Return the earlier one of a deadline and the end of an operation that may take `seconds`."""
+    return deadline if deadline.left <= seconds else Deadline(seconds, operation)
 
 
 def _total_bytes(buffers: Sequence[memoryview]) -> int:

@@ -9,20 +9,44 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from typing import Any
 
 #: Digits of a whole number: 2^64 has 20.
 _DIGITS = 20
 #: Values of a document: a shard map of 100,000 ranges has 300,000.
-MOST_VALUES = 2**22
+MOST_VALUES = 2**20
+#: Memory of a parsed value, in bytes: its object, and the reference to it.
+_BYTES_PER_VALUE = 64
 
 
 def pack(document: dict[str, Any]) -> bytes:
-    """Return a document as compact JSON."""
-    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    """Return a document as compact JSON. An array of numbers becomes a list."""
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False, default=_list_of)
+    return text.encode()
 
 
-def unpack(data: bytes) -> dict[str, Any]:
+def _list_of(value: object) -> list[Any]:
+    """Return the list for an array; raise TypeError for another value that JSON does not have."""
+    if isinstance(value, array):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def parsed_bytes(data: bytes | bytearray) -> int:
+    """Return about how many bytes the values of a JSON text take in memory, without their texts.
+
+    A text with more than MOST_VALUES is never parsed.
+    """
+    return _BYTES_PER_VALUE * min(_most_values(data), MOST_VALUES)
+
+
+def _most_values(data: bytes | bytearray) -> int:
+    """Return an upper bound on the number of values of a JSON text."""
+    return sum(map(data.count, (b",", b"[", b"{")))
+
+
+def unpack(data: bytes | bytearray) -> dict[str, Any]:
     """Parse bytes from an untrusted process as a JSON object.
 
     Raises:
@@ -30,7 +54,7 @@ def unpack(data: bytes) -> dict[str, Any]:
             numbers or characters that are not allowed.
     """
     # An upper bound on the number of values, before any of them takes memory.
-    if sum(map(data.count, (b",", b"[", b"{"))) > MOST_VALUES:
+    if _most_values(data) > MOST_VALUES:
         raise ValueError(f"it has more than {MOST_VALUES} values")
     try:
         text = data.decode("utf-8")

@@ -4,10 +4,12 @@ document."""
 import socket
 import struct
 import threading
+from array import array
 
 import pytest
 from waiting import soon
 
+from holmes_ext.join.sockets import channel as channel_module
 from holmes_ext.join.sockets.channel import FRAME_BYTES, BrokenFrame, Channel
 
 KEYS = b"one way's key", b"the other way's"
@@ -158,3 +160,68 @@ def test_large_payloads_are_checked_frame_by_frame():
     recorder = Recorder()
     Channel(recorder, KEYS[0]).send_bytes([memoryview(bytes(FRAME_BYTES + 1))], soon())
     assert len(recorder.data) == FRAME_BYTES + 1 + 2 * (12 + 16)
+
+
+@pytest.mark.parametrize("sent_bytes", [1, 12, 20])
+def test_a_message_that_begins_must_end_soon(sent_bytes, monkeypatch):
+    """A part of a message kept its memory until the deadline of the connection, up to an hour.
+
+    Sent are one byte of the header, the header, or the header and a part of the payload.
+    """
+    monkeypatch.setattr(channel_module, "FRAME_S", 0.05)
+    monkeypatch.setattr(channel_module, "FLOOR_BYTES_PER_S", 1e6)
+    a, b = socket.socketpair()
+    channel = Channel(b, None, KEYS[0])
+    (frame,) = sent({"text": "x" * 1000})
+    a.sendall(frame[:sent_bytes])
+    with pytest.raises(TimeoutError, match="a message"):
+        channel.receive(soon(3600.0))
+    a.close(), channel.close()
+
+
+def test_a_message_may_begin_late(monkeypatch):
+    monkeypatch.setattr(channel_module, "FRAME_S", 0.05)
+    one, two = pair()
+    timer = threading.Timer(0.2, lambda: one.send({"late": True}, soon()))
+    timer.start()
+    assert two.receive(soon()) == {"late": True}
+    timer.join()
+
+
+def test_a_long_message_has_the_time_of_a_slow_link(monkeypatch):
+    """At the slowest rate that a link may have, a message of n bytes takes n / rate seconds."""
+    monkeypatch.setattr(channel_module, "FRAME_S", 0.01)
+    monkeypatch.setattr(channel_module, "FLOOR_BYTES_PER_S", 100.0)
+    one, two = pair()
+    (frame,) = sent({"text": "x" * 1000})
+    one.socket.sendall(frame[:500])
+    timer = threading.Timer(0.2, one.socket.sendall, [frame[500:]])
+    timer.start()
+    assert two.receive(soon())["text"] == "x" * 1000
+    timer.join()
+
+
+def test_memory_of_a_message_is_reserved_as_it_arrives():
+    """An announced length reserves nothing, and a refusal ends the message."""
+    one, two = pair()
+    reserved = []
+    one.send({"text": "x" * 1000}, soon())
+    two.receive(soon(), reserve=reserved.append)
+    assert sum(reserved) >= 1000
+    (frame,) = sent({"text": "x" * (FRAME_BYTES * 4)})
+    a, b = socket.socketpair()
+    channel, reserved = Channel(b, None, KEYS[0]), []
+    a.sendall(frame[:20])
+    a.close()
+    with pytest.raises(ConnectionResetError):
+        channel.receive(soon(), 2**24, reserved.append)
+    assert sum(reserved) <= FRAME_BYTES
+    channel.close()
+
+
+def test_an_array_is_sent_as_a_list():
+    one, two = pair()
+    one.send({"numbers": array("q", [1, 2**60])}, soon())
+    assert two.receive(soon()) == {"numbers": [1, 2**60]}
+    with pytest.raises(TypeError):
+        one.send({"numbers": {1, 2}}, soon())

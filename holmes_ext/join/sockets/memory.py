@@ -1,0 +1,132 @@
+"""Limits of the memory that a process spends on messages of its callers, of each job and in all.
+
+Each message under way has a Reservation, which grows as the message does. A job that would exceed its own
+limit is refused. When the limit of all jobs is reached, the connections of the job that holds most are
+closed, so that a crowd of large messages does not keep small ones out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+_MIB = 2**20
+_REVOKED = "its memory was needed for smaller messages of other jobs"
+
+
+class MemoryExhausted(ConnectionError):
+    """Error: a message would take more memory than its job, or than all jobs together, may hold."""
+
+
+class Reservation:
+    """Memory that one message holds; it grows before the memory is used.
+
+    Args:
+        budget: Limits that the reservation counts against.
+        job: The job that sends or gets the message.
+        cut: Shuts the connection of the message down; any thread may call it.
+    """
+
+    def __init__(self, budget: MemoryBudget, job: str, cut: Callable[[], None]):
+        self.job = job
+        self.cut = cut
+        self.held = 0  # bytes
+        self.is_revoked = False  # the budget has given its memory to another job
+        self._budget = budget
+
+    def grow(self, count: int) -> None:
+        """Reserve `count` more bytes.
+
+        Raises:
+            MemoryExhausted: A limit is reached, or the connection was closed for another job.
+        """
+        self._budget.grow(self, count)
+
+
+class MemoryBudget:
+    """Limits of the bytes that messages hold at a time. Thread-safe.
+
+    Args:
+        most: Bytes of all jobs.
+        most_of_job: Bytes of one job.
+    """
+
+    def __init__(self, most: int, most_of_job: int):
+        self._most = most
+        self._most_of_job = most_of_job
+        self._lock = threading.Lock()
+        self._reservations: set[Reservation] = set()
+        self._held: Counter[str] = Counter()  # job -> bytes
+
+    @property
+    def held(self) -> int:
+        """Return the bytes that all messages hold now."""
+        with self._lock:
+            return self._held.total()
+
+    @contextlib.contextmanager
+    def reservation(self, job: str, cut: Callable[[], None]) -> Iterator[Reservation]:
+        """Provide an empty reservation for a message, and release its bytes at the end.
+
+        Args:
+            job: The job that sends or gets the message.
+            cut: Shuts the connection of the message down; any thread may call it.
+
+        Raises:
+            MemoryExhausted: In place of the error of a connection that was closed for another job.
+        """
+        reservation = Reservation(self, job, cut)
+        with self._lock:
+            self._reservations.add(reservation)
+        try:
+            yield reservation
+        except OSError:
+            if reservation.is_revoked:  # cut() has broken the connection
+                raise MemoryExhausted(_REVOKED) from None
+            raise
+        finally:
+            with self._lock:
+                self._release(reservation)
+
+    def grow(self, reservation: Reservation, count: int) -> None:
+        """Add bytes to a reservation, if necessary in place of the bytes of the largest job.
+
+        Raises:
+            MemoryExhausted: The limit of the job is reached; or that of all jobs, and no other job
+                holds more than this one would.
+        """
+        job = reservation.job
+        with self._lock:
+            if reservation.is_revoked:
+                raise MemoryExhausted(_REVOKED)
+            wanted = self._held[job] + count
+            if wanted > self._most_of_job:
+                raise MemoryExhausted(
+                    f"messages of job {job} would take more than {self._most_of_job // _MIB} MiB"
+                )
+            while self._held.total() + count > self._most:
+                largest, held = self._held.most_common(1)[0]
+                if held <= wanted:
+                    raise MemoryExhausted(
+                        f"messages of all jobs would take more than {self._most // _MIB} MiB"
+                    )
+                self._revoke(largest)
+            reservation.held += count
+            self._held[job] = wanted
+
+    def _revoke(self, job: str) -> None:
+        """Close the connections on which messages of a job hold memory. The caller holds the lock."""
+        for reservation in [one for one in self._reservations if one.job == job and one.held]:
+            self._release(reservation)
+            reservation.is_revoked = True
+            reservation.cut()  # its thread gets an error, and frees the memory
+
+    def _release(self, reservation: Reservation) -> None:
+        """Stop counting a reservation. The caller holds the lock."""
+        self._reservations.discard(reservation)
+        self._held[reservation.job] -= reservation.held
+        reservation.held = 0
+        if self._held[reservation.job] <= 0:
+            del self._held[reservation.job]
