@@ -216,8 +216,9 @@ $(STAMP): $(addprefix requirements/,torch.txt $(addprefix locked/,build.txt dev.
 	@echo "make: installing the pinned versions into .venv (some minutes, once)"
 	@$(PYTHON) -m venv .venv
 	@$(PIP) $(LOCKED) -r requirements/locked/build.txt
-	@$(PIP) $(LOCKED) -r requirements/locked/dev.txt -r requirements/locked/no-deps.txt
+	@$(PIP) $(LOCKED) -r requirements/locked/dev.txt
 	@$(PIP) -r requirements/torch.txt $(TORCH_ARGS)
+	@$(PIP) $(LOCKED) -r requirements/locked/no-deps.txt
 	@$(PIP) --no-deps --no-build-isolation -e . -e ./lab
 	@$(call IMPORT_ONCE,$(BIN))
 	@touch $@

@@ -5,10 +5,11 @@
 No GPU is needed. `holmes plan` reads the run's command line, and predicts the step of the framework's own
 schedule, without holmes, by the closed form.
 
-The speed of the kernels is the only input that is not in the publications. For all runs on A100s it is
-180 TFLOP/s, 58 % of the peak, chosen once for all of them. Publications give end-to-end figures such as 150
-TFLOP/s, which are lower, because they include communication and pipeline bubbles. The interconnect is that of
-the publication: 8 x 200 Gb/s for NVIDIA's Selene, 4 x 100 Gb/s for Jean Zay (BLOOM).
+The speed of the kernels is the only input that is not in the publications. It is the default of
+`holmes plan`: for all runs on A100s 180 TFLOP/s, 58 % of the peak, chosen once for all of them.
+Publications give end-to-end figures such as 150 TFLOP/s, which are lower, because they include communication
+and pipeline bubbles. The interconnect is that of the publication: 8 x 200 Gb/s for NVIDIA's Selene, 4 x 100
+Gb/s for Jean Zay (BLOOM).
 
 Sources:
 
@@ -34,6 +35,7 @@ from typing import NamedTuple
 
 from harness import Row, chosen_cases, finish, parser
 
+from holmes_ext.cluster.gpus import KNOWN_GPUS
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.options import Options
@@ -48,8 +50,10 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.search.as_plan import layout_candidate
 from holmes_ext.planner.search.result import SearchResult
 
-#: GPU -> FLOP/s that its kernels reach while they run, without communication: see the module's docstring.
-KERNEL_FLOPS = {"A100": 180e12, "A100-SXM4-40GB": 180e12, "H100": 400e12}
+#: GPU -> FLOP/s that its kernels reach while they run, without communication: the defaults of holmes.
+KERNEL_FLOPS = {
+    name: KNOWN_GPUS[name.partition("-")[0]].flops for name in ("A100", "A100-SXM4-40GB", "H100")
+}
 #: Largest relative error of a step that counts as good.
 WITHIN = 0.25
 GIB = 2**30

@@ -7,8 +7,10 @@
 Memory and links come from the vendors' data sheets. The FLOP/s are those that the kernels of a
 training step are assumed to reach, without waiting for communication or for other pipeline stages:
 
-    Ampere A100     150 TFLOP/s, 48 % of the peak of 312 (Narayanan et al. 2021, arXiv 2104.04473,
-                    table 1, measured 140 to 163)
+    Ampere A100     180 TFLOP/s, 58 % of the peak of 312: with it, 30 published runs on A100 are predicted
+                    within 25 %, with pipelines of 1 to 64 stages (docs/benchmarks/prediction.md). The
+                    140 to 163 TFLOP/s of Narayanan et al. 2021 (arXiv 2104.04473, table 1) are figures
+                    of whole steps, with bubbles and communication: gpu_hardware_flops
     other models    40 % of the peak for dense matrices in bfloat16, in float16 for models without
                     bfloat16; on Hopper: 400 of 989
 
@@ -66,8 +68,8 @@ def _from_sheet(peak_tflops: float, memory_gb: float, link_gbytes: float = 0.0) 
 #: differ: "H100 PCIe" is slower than "H100". Cards with a bridge between two GPUs count as
 #: without link, because the bridge does not connect all GPUs of a node.
 KNOWN_GPUS = {
-    "A100": Accelerator(flops=150e12, memory_bytes=80e9, link_bps=2400e9),
-    "A800": Accelerator(flops=150e12, memory_bytes=80e9, link_bps=1600e9),
+    "A100": Accelerator(flops=180e12, memory_bytes=80e9, link_bps=2400e9),
+    "A800": Accelerator(flops=180e12, memory_bytes=80e9, link_bps=1600e9),
     "H100": Accelerator(flops=400e12, memory_bytes=80e9, link_bps=3600e9),
     "H800": Accelerator(flops=400e12, memory_bytes=80e9, link_bps=1600e9),
     "H200": Accelerator(flops=400e12, memory_bytes=141e9, link_bps=3600e9),

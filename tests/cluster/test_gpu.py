@@ -20,7 +20,7 @@ MODEL = Model(layers=4, hidden=64, heads=4, sequence=32, vocabulary=100, micro_b
 
 def test_names_and_numbers():
     model = on_clusters(MODEL, parse_spec(TEXT))
-    assert model.gpu_of("a") == Gpu(150e12, 80e9, 2400e9) and model.gpu_of("b") == Gpu(
+    assert model.gpu_of("a") == Gpu(180e12, 80e9, 2400e9) and model.gpu_of("b") == Gpu(
         5e13, 24e9, 64e9
     )
 
@@ -40,8 +40,8 @@ def test_numbers_of_the_cluster_then_the_models_cluster_then_the_name_then_the_m
 @pytest.mark.parametrize(
     "name, expected",
     [
-        ("A100-80GB", Accelerator(150e12, 80e9, 2400e9)),
-        ("NVIDIA A100-SXM4-40GB", Accelerator(150e12, 40e9, 2400e9)),
+        ("A100-80GB", Accelerator(180e12, 80e9, 2400e9)),
+        ("NVIDIA A100-SXM4-40GB", Accelerator(180e12, 40e9, 2400e9)),
         ("NVIDIA H100 PCIe", Accelerator(302e12, 80e9, 0.0)),
         ("Abacus", None),
         ("", None),

@@ -5,6 +5,7 @@ from dataclasses import replace
 import clusters
 import pytest
 
+from holmes_ext.cluster.gpus import accelerator_of
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import Model, on_clusters
@@ -54,7 +55,13 @@ def test_a_log_that_does_not_count_recomputation_means_the_same_step():
 
 def test_flops_of_kernels_stay():
     assert kernels_of(spec_with("gpu_flops=170e12")) == (170e12, [])
-    assert kernels_of(spec_with()) == (150e12, [])
+    assert kernels_of(spec_with()) == (180e12, [])
+
+
+def test_the_default_of_an_a100_is_that_of_kernels():
+    """As the defaults of other GPUs are. BLOOM's whole steps reached 150 TFLOP/s, so kernels reached more."""
+    kernels, _ = kernels_of(spec_with("gpu_hardware_flops=150e12"))
+    assert accelerator_of("A100").flops == pytest.approx(kernels, rel=0.03)
 
 
 def test_without_recomputation_both_keys_are_the_same():

@@ -156,18 +156,18 @@ def _read_node(name: str, lines: Sequence[str], path: str) -> ReadNode:
     gpus = _gpus(lines)
     ports = _ports(lines)
     pci_kind = _kind_in_lspci(lines)
-    if not gpus.count and not ports and not pci_kind:
+    if not gpus.number and not ports and not pci_kind:
         raise HolmesError(
             f"{path}: nothing here is the output of ibstat, ibv_devinfo, nvidia-smi (also with -L or topo -m)"
             " or lspci"
         )
-    if not gpus.count:
+    if not gpus.number:
         raise HolmesError(
             f"{path}: the number of GPUs of {name} is not in it; on that node: nvidia-smi -L >> {path}"
         )
     fabric = series_of(name)
     node = FoundNode(
-        name, gpus.count, kind=pci_kind, gpu=gpus.name, fabric=fabric, labels=(fabric,)
+        name, gpus.number, kind=pci_kind, gpu=gpus.name, fabric=fabric, labels=(fabric,)
     )
     if not ports:
         return ReadNode(node, [])
@@ -182,8 +182,8 @@ def _read_node(name: str, lines: Sequence[str], path: str) -> ReadNode:
 class _Gpus(NamedTuple):
     """GPUs of a node."""
 
-    count: int = 0
-    name: str = ""  # "" if the output does not say it
+    number: int
+    name: str  # "" if the output does not say it
 
 
 def _gpus(lines: Sequence[str]) -> _Gpus:
@@ -203,10 +203,10 @@ def _gpus(lines: Sequence[str]) -> _Gpus:
         elif device and device[1] in _PCI_GPU_CLASSES and device[2].startswith(_PCI_GPU_VENDORS):
             model = _MODEL_IN_BRACKETS.search(device[2])
             pci_names.append(model[1] if model else "")
-    count = len(names) or len(columns) or len(pci_names)
+    number = len(names) or len(columns) or len(pci_names)
     kinds = {gpu_name(name) for name in names.values() or pci_names if name}
     name = kinds.pop() if len(kinds) == 1 else ""
-    return _Gpus(min(count, _MANY_GPUS), name)
+    return _Gpus(min(number, _MANY_GPUS), name)
 
 
 def _ports(lines: Sequence[str]) -> list[_Port]:

@@ -19,11 +19,13 @@ from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.stages import RankModel, estimate
 from holmes_ext.plan.decide import derive_traffic
 from holmes_ext.plan.engine import FLAT, HIERARCHICAL
+from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.search.stock import causes, stock_like
+from holmes_ext.planner.simulate.deadline import check_deadline
 from holmes_ext.words import counted
 
 
@@ -97,6 +99,14 @@ def _step_and_reduction(result: SearchResult, candidate: Candidate) -> dict[str,
     return {"step_seconds": candidate.step_s, "reduction_seconds": max(reduction_s)}
 
 
+class _PricesInTime(Prices):
+    """Prices of orders of the nodes until the deadline of simulations_until(), then TimeIsOver."""
+
+    def step_s(self, placement: Placement) -> float:
+        check_deadline(0)
+        return super().step_s(placement)
+
+
 def layout_candidate(
     result: SearchResult,
     sizes: Sizes,
@@ -117,6 +127,7 @@ def layout_candidate(
 
     Raises:
         HolmesError: `split` is no split of the model's layers.
+        TimeIsOver: The deadline of simulations_until() passed while orders of the nodes were priced.
     """
     layers = result.model.layers
     if split and (len(split) != shape.pipeline or sum(split) != layers or min(split) < 1):
@@ -133,5 +144,5 @@ def layout_candidate(
         if flat:
             rules = replace(rules, reductions=(FLAT,))
         job = RankModel.of_workload(workload, sizes)
-        placement = place(Prices(result.network, job, rules), sizes)
+        placement = place(_PricesInTime(result.network, job, rules), sizes)
     return result.candidate(shape, placement, split or uniform(layers, shape.pipeline), flat=flat)

@@ -7,6 +7,7 @@ simulated if the plan was simulated.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from math import inf
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from holmes_ext.planner.search.changed import what_if
 from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.search.simulated import timed
 from holmes_ext.planner.search.stock import CAUSES, causes, stock_like
+from holmes_ext.planner.simulate.deadline import TimeIsOver
 from holmes_ext.words import counted, some_of
 
 #: A stage is thin if it has at most this share of the mean number of layers, or one layer.
@@ -77,7 +79,8 @@ def thin_stages(result: SearchResult, candidate: Candidate) -> list[str]:
         _thin_line(candidate, costs, stages, reasons)
         for reasons, stages in stages_by_reason.items()
     ]
-    lines.append(_even_split_line(result, candidate))
+    with suppress(TimeIsOver):  # too late to simulate the even split: no line on it
+        lines.append(_even_split_line(result, candidate))
     return lines
 
 

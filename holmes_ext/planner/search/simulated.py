@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
@@ -19,6 +20,7 @@ from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.workload import StageLoad
 from holmes_ext.planner.schedule.solve import quickest
 from holmes_ext.planner.search.result import Candidate, SearchResult
+from holmes_ext.planner.simulate.deadline import TimeIsOver, check_deadline
 from holmes_ext.planner.simulate.execution import Execution
 from holmes_ext.planner.simulate.repeat import folded_s
 from holmes_ext.planner.simulate.step import JobStep, Step
@@ -106,7 +108,11 @@ def job_of(
     Args:
         hide_stage_links: Use the plan's schedule; False for the framework's.
         in_flight: Warm-up depth of each stage, to use instead of the plan's; () for the plan's.
+
+    Raises:
+        TimeIsOver: The deadline of simulations_until() has passed.
     """
+    check_deadline(0)  # preparing a simulation takes long, too
     shape = candidate.shape
     costs = result.costs(candidate, sharded=False)  # the simulation adds ZeRO's collectives itself
     warm_up = tuple(in_flight)
@@ -166,15 +172,17 @@ def step_without(result: SearchResult, candidate: Candidate) -> float:
 
     A candidate may begin more micro-batches early than the framework does, or have a written order
     of passes. Here it runs under the framework's schedule instead, to show what its own one gains.
-    The step is simulated if the candidate is; otherwise the closed form is used.
+    The step is simulated if the candidate is and the time suffices (simulations_until()). Otherwise the
+    closed form is used.
     """
     if candidate.simulated_s:
-        # hide_stage_links=False: the framework's schedule, which does not hide slow links
-        return result.remember(
-            "framework's schedule",
-            candidate,
-            lambda: folded_s(job_of(result, candidate, hide_stage_links=False)),
-        )
+        with suppress(TimeIsOver):
+            # hide_stage_links=False: the framework's schedule, which does not hide slow links
+            return result.remember(
+                "framework's schedule",
+                candidate,
+                lambda: folded_s(job_of(result, candidate, hide_stage_links=False)),
+            )
     # link_load_s=None: sends between stages block as in the framework.
     framework_costs = replace(result.costs(candidate), link_load_s=None)
     return estimate(framework_costs, candidate.split).step_s

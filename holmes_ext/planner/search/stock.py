@@ -10,10 +10,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from math import inf
+from typing import NamedTuple
 
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.search.simulated import job_of, timed
+from holmes_ext.planner.simulate.deadline import TimeIsOver
 from holmes_ext.planner.simulate.repeat import folded_causes, folded_s
 
 #: Most shapes of a schedule (1F1B, interleaved) that are simulated to find the best stock plan.
@@ -73,6 +75,63 @@ def _collectives_s(result: SearchResult, candidate: Candidate) -> float:
     return total_s
 
 
+class _Reasons(NamedTuple):
+    """Seconds of a step by cause, for up to three plans."""
+
+    by_plan: dict[str, dict[str, float]]
+    are_simulated: bool  # otherwise by the closed form
+
+
+def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
+    """Return the seconds of a step by cause, for up to three plans.
+
+    They are simulated if the best plan is and the time suffices (simulations_until()), and otherwise
+    those of the closed form.
+
+    Returns:
+        "holmes" (the best plan), "yours" (the user's layout, if it is another plan) and "stock" (the job
+        without holmes, in the user's layout if there is one, else with the best plan's sizes) ->
+        cause (a key of CAUSES) -> seconds.
+    """
+    return _remembered_reasons(result).by_plan
+
+
+def are_reasons_simulated(result: SearchResult) -> bool:
+    """Return whether the seconds of reasons() are simulated, and not those of the closed form."""
+    return _remembered_reasons(result).are_simulated
+
+
+def _remembered_reasons(result: SearchResult) -> _Reasons:
+    return result.remember("reasons", result.best, lambda: _compute_reasons(result))
+
+
+def _compute_reasons(result: SearchResult) -> _Reasons:
+    """Compute the seconds of a step by cause; reasons() remembers them."""
+    best = result.best
+    layout = result.user_layout
+    if layout is best:
+        layout = None
+    try:
+        return _Reasons(_by_plan(result, best, layout), are_simulated=bool(best.simulated_s))
+    except TimeIsOver:
+        best = replace(best, simulated_s=0.0)
+        if layout is not None:
+            layout = replace(layout, simulated_s=0.0)
+        return _Reasons(_by_plan(result, best, layout), are_simulated=False)
+
+
+def _by_plan(
+    result: SearchResult, best: Candidate, layout: Candidate | None
+) -> dict[str, dict[str, float]]:
+    """Return what reasons() returns, for the best plan and the user's other layout, None without one."""
+    by_plan = {"holmes": causes(result, best)}
+    if layout is not None:
+        by_plan["yours"] = causes(result, layout)
+    stock, stock_plan = stock_like(result, layout or best)
+    by_plan["stock"] = causes(stock, stock_plan)
+    return by_plan
+
+
 def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult, Candidate]:
     """Return the job without holmes: the stock request, and the plan that this job runs.
 
@@ -104,7 +163,8 @@ def best_stock(result: SearchResult, end: float = inf) -> Candidate | None:
         end: Moment of time.monotonic() at which the simulations must have ended.
 
     Returns:
-        None if no plan fits, or the time was too short to find the fastest.
+        None if no plan fits, or the time was too short to find the fastest (also if a simulation is
+        given up at the deadline of simulations_until()).
     """
     user_layout = result.user_layout
     examined = list(result.candidates)
@@ -135,7 +195,10 @@ def best_stock(result: SearchResult, end: float = inf) -> Candidate | None:
         begin = time.monotonic()
         if begin + longest_s > end:
             return None
-        simulated_plans.append(_simulated_stock(result, plan))
+        try:
+            simulated_plans.append(_simulated_stock(result, plan))
+        except TimeIsOver:
+            return None
         longest_s = max(longest_s, time.monotonic() - begin)
     return min(simulated_plans, key=lambda plan: plan.step_s, default=None)
 

@@ -37,7 +37,8 @@ from holmes_ext.planner.search.spreading import with_spread
 from holmes_ext.planner.show import plan_page, search_table, start
 from holmes_ext.planner.show.layout import asked_for, beside, compared, global_batch, limits_of
 from holmes_ext.planner.show.progress import ProgressBar
-from holmes_ext.planner.show.time_limit import TimeLimit
+from holmes_ext.planner.show.time_limit import OUTPUT_S, TimeLimit
+from holmes_ext.planner.simulate.deadline import simulations_until
 from holmes_ext.words import counted, grouped
 
 #: Share of the time limit for the forecasts of extensions.
@@ -164,14 +165,18 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     forecasts = _forecasts(args, result)
     for name, forecast in forecasts.items():
         json_keys[name] = forecast.document()
-    plan = plan_of(result, result.best, job.options)
-    if args.output:
+    plan = None
+    if args.output or args.json:  # on 1024 GPUs it takes half a second
+        plan = plan_of(result, result.best, job.options)
+    if plan and args.output:
         plan.save(args.output)
-    starts = start.launches_of(result, args, job)
-    if args.json:
-        print(search_table.document(result, plan, job, starts, json_keys))
+    end = TimeLimit.of_arguments(args).simulations_end
+    with simulations_until(end):
+        starts = start.launches_of(result, args, job)
+    if plan and args.json:
+        with simulations_until(end):
+            print(search_table.document(result, plan, job, starts, json_keys))
     else:
-        end = TimeLimit.of_arguments(args).end
         search_table.show(result, args, job, starts, end)
         show_wan(links.site(site), spec.notes)  # rates and latencies between the clusters
         for forecast in forecasts.values():
@@ -217,7 +222,7 @@ def _search(
     with ProgressBar(args.seconds, quiet=args.json) as bar:
         request, job = beside(request, job)  # adds the user's layout, if there is one
         # A quick first look; best_use() or proven() goes on until the best plan is proven.
-        seconds = time_limit.left_s
+        seconds = max(0.0, time_limit.left_s - OUTPUT_S)
         result = search(request, seconds, bar.on_progress, args.rows, prove=False)
         result = compared(result, user_limits)  # no plan slower than the layout is the best
         if result.interrupted:

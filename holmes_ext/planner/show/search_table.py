@@ -22,8 +22,9 @@ from holmes_ext.planner.launch_flags import Launch, added
 from holmes_ext.planner.search.explain import NEGLIGIBLE, explain, thin_stages
 from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult
 from holmes_ext.planner.search.simulated import memory_of, step_without
-from holmes_ext.planner.search.stock import CAUSES, best_stock, causes, stock_like
+from holmes_ext.planner.search.stock import CAUSES, are_reasons_simulated, best_stock, reasons
 from holmes_ext.planner.show.start import show_launches, start_line
+from holmes_ext.planner.simulate.deadline import simulations_until
 from holmes_ext.units import format_bytes
 from holmes_ext.words import counted
 
@@ -153,7 +154,8 @@ def show(
             f"{result.nearest.step_s:.4g} s instead of {layout.step_s:.4g} s: add "
             f"--holmes-partition {','.join(map(str, result.nearest.split))}"
         )
-    _show_seconds_by_cause(screen, result, end)
+    with simulations_until(end):
+        _show_seconds_by_cause(screen, result, end)
     if args.explain:
         for line in explain(result):
             screen.line(line)
@@ -252,23 +254,6 @@ def row_cells(name: str, candidate: Candidate, result: SearchResult) -> tuple[st
     )
 
 
-def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
-    """Return the seconds of a step by cause, for up to three plans.
-
-    Returns:
-        "holmes" (the best plan), "yours" (the user's layout, if it is another plan) and "stock" (the job
-        without holmes, in the user's layout if there is one, else with the best plan's sizes) ->
-        cause (a key of CAUSES) -> seconds.
-    """
-    layout = result.user_layout
-    by_plan = {"holmes": causes(result, result.best)}
-    if layout and layout is not result.best:
-        by_plan["yours"] = causes(result, layout)
-    stock, stock_plan = stock_like(result, layout or result.best)
-    by_plan["stock"] = causes(stock, stock_plan)
-    return by_plan
-
-
 def _show_seconds_by_cause(screen: Screen, result: SearchResult, end: float = inf) -> None:
     """Print where the seconds of the best plan's step go, and why the plan looks as it does.
 
@@ -313,10 +298,12 @@ def why_table(result: SearchResult) -> WhyTable:
     for text, seconds_by_plan in seconds_of_cause.items():
         if max(seconds_by_plan) > SMALL_CAUSE * best.step_s:
             rows.append((text, *(f"{value:.4g}" for value in seconds_by_plan)))
-    if best.simulated_s:
+    if are_reasons_simulated(result):
         origin = "simulated, mean of all ranks"
     else:
         origin = "closed form, mean of the stages"
+        if best.simulated_s:
+            origin += "; --seconds was too short to simulate"
     return WhyTable(f"where a step's seconds go ({origin})", ["", *by_plan], rows)
 
 

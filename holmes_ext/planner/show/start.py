@@ -16,8 +16,11 @@ from holmes_ext.planner.search.as_plan import layout_candidate
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.simulated import in_passes, timed
 from holmes_ext.planner.show.layout import framework_of_command
+from holmes_ext.planner.simulate.deadline import TimeIsOver
 from holmes_ext.planner.suggest import Request, edit_of, runs_already
 
+#: Step of a job without a plan file, if there was no time to predict it.
+UNKNOWN_S = 0.0
 #: Beginning of a line that other code recognizes.
 CANNOT = "cannot do this plan"
 CHANGE = "change your command line"
@@ -97,9 +100,13 @@ def step_without_plan_file(result: SearchResult) -> float:
     """Return the step of a job with the best plan's flags, but without its plan file, in seconds.
 
     Such a job has the sizes and layers of the plan, and orders its nodes itself when it starts. Its
-    order may differ from the plan's, which was found by simulation.
+    order may differ from the plan's, which was found by simulation. The result is UNKNOWN_S if the time
+    is over (simulations_until()).
     """
-    return result.remember("no plan file", result.best, lambda: _own_order_s(result))
+    try:
+        return result.remember("no plan file", result.best, lambda: _own_order_s(result))
+    except TimeIsOver:
+        return UNKNOWN_S
 
 
 def _own_order_s(result: SearchResult) -> float:
@@ -134,6 +141,11 @@ def start_line(result: SearchResult, starts: Mapping[str, Launch]) -> str:
     printed plan's. --output writes a plan file, and with this file the job keeps to the printed plan.
     """
     best_text = f"{result.best.step_s:.4g}"
+    if any(launch.step_s == UNKNOWN_S for launch in starts.values()):
+        return (
+            "the job orders its nodes itself when it starts, and the time was too short to predict its step "
+            f"(--seconds S); with --output plan.json it takes the plan's order, and {best_text} s"
+        )
     step_texts = {f"{launch.step_s:.4g}" for launch in starts.values()} - {best_text}
     if not step_texts:
         return "the job orders its nodes when it starts; --output plan.json fixes what is shown"

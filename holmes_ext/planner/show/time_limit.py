@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.simulated import step_without
-from holmes_ext.planner.show.search_table import reasons
+from holmes_ext.planner.search.stock import reasons
 from holmes_ext.planner.show.start import step_without_plan_file
+from holmes_ext.planner.simulate.deadline import simulations_until
 
 #: Seconds in which the tables are drawn and the process ends.
 OUTPUT_S = 0.4
@@ -34,6 +35,11 @@ class TimeLimit:
         """Seconds until the end; never negative."""
         return max(0.0, self.end - time.monotonic())
 
+    @property
+    def simulations_end(self) -> float:
+        """Moment of time.monotonic() at which simulations for the output must have ended."""
+        return self.end - OUTPUT_S
+
     def share_until(self, end: float, share: float) -> float:
         """Return the moment of time.monotonic() after a share of the time from now to `end`."""
         now = time.monotonic()
@@ -51,8 +57,9 @@ class TimeLimit:
             result: First plans of the search.
         """
         begin = time.monotonic()
-        reasons(result)
-        step_without(result, result.best)
-        step_without_plan_file(result)
+        with simulations_until(self.simulations_end):
+            reasons(result)
+            step_without(result, result.best)
+            step_without_plan_file(result)
         simulations_s = time.monotonic() - begin
         return self.end - MARGIN * simulations_s - OUTPUT_S

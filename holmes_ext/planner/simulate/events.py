@@ -1,8 +1,7 @@
 """Event-driven core of the step simulation: actors that compute and wait, flows that share NICs.
 
 An actor (a rank, or all ranks like it) runs a program, a list of operations. A transfer is a
-message or a collective, and its tag is its key. `kind` is the kind of the span that is recorded
-(Span.kind).
+message or a collective, and its tag is its key. `kind` is that of the recorded span (Span.kind).
 
     ("compute", kind, seconds, micro_batch, chunk)
     ("post", tag)                          this actor is ready for the transfer
@@ -35,6 +34,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.planner.simulate.deadline import check_deadline
 
 #: Operation of an actor's program (module docstring).
 Op = tuple[Any, ...]
@@ -177,8 +177,7 @@ class Simulation:
         # Channel -> tags of its transfers that are ready, in order; the first one is under way.
         self.channels: dict[Hashable, deque[Hashable]] = {}
         self.carried: dict[Hashable, float] = {}  # NIC -> bits
-        # (NICs and weights, rate limit) of a flow -> its class; flows of a class always get equal
-        # rates.
+        # (NICs and weights, rate limit) of a flow -> its class, whose flows always get equal rates.
         self.rate_classes: dict[Hashable, int] = {}
         # Cache, as the same mix of flows recurs often: sorted classes of all flows that are
         # connected through NICs -> class -> bits/s.
@@ -189,10 +188,12 @@ class Simulation:
 
         Raises:
             HolmesError: An actor waits for a transfer that never comes.
+            TimeIsOver: The deadline of simulations_until() has passed.
         """
         for actor in range(len(self.programs)):
             self._advance(actor)
         while self.events:
+            check_deadline(self.event_count)
             self.now, _, action, argument = heappop(self.events)
             action(argument)
         for actor, program in enumerate(self.programs):

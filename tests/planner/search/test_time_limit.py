@@ -3,7 +3,9 @@
 No test measures a time.
 """
 
+import itertools
 import time
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -13,12 +15,16 @@ from holmes_ext.cli.main import _process_begin
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.engine import Rules
+from holmes_ext.planner.launch_flags import Launch
 from holmes_ext.planner.search import evaluate, sketch
 from holmes_ext.planner.search.evaluate import Evaluator, PlacedShape
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.search import search
-from holmes_ext.planner.search.simulated import with_passes
-from holmes_ext.planner.search.stock import causes
+from holmes_ext.planner.search.simulated import simulated, step_without, with_passes
+from holmes_ext.planner.search.stock import are_reasons_simulated, best_stock, causes, reasons
+from holmes_ext.planner.show.start import UNKNOWN_S, start_line, step_without_plan_file
+from holmes_ext.planner.simulate import deadline
+from holmes_ext.planner.simulate.deadline import TimeIsOver, simulations_until
 
 MODEL = Model(
     layers=12, hidden=512, heads=8, sequence=128, vocabulary=8000, global_batch=16, gpu=Gpu(20e12)
@@ -95,3 +101,39 @@ def test_seconds_by_cause_are_computed_once(monkeypatch):
 def test_process_began_before_this_moment():
     begin = _process_begin()
     assert begin <= time.monotonic()
+
+
+def test_a_simulation_is_given_up_at_the_deadline(monkeypatch):
+    """The clock is read inside of the simulation, as one of 1024 GPUs may take seconds."""
+    result = search(request(), prove=False)
+    moments = itertools.count()
+    monkeypatch.setattr(deadline.time, "monotonic", lambda: next(moments))
+    with simulations_until(3.0), pytest.raises(TimeIsOver):
+        while True:
+            simulated(result, result.best)
+    assert next(moments) == 5  # read at 0, 1, 2, 3 and 4
+    assert simulated(result, result.best).step_s  # without a deadline
+
+
+def test_output_after_the_deadline_is_that_of_the_closed_form():
+    result = search(request(), prove=False)
+    closed = replace(result, candidates=[replace(result.best, simulated_s=0.0)], remembered={})
+    with simulations_until(PAST):
+        assert not are_reasons_simulated(result)
+        assert reasons(result) == reasons(closed)
+        assert step_without(result, result.best) == step_without(closed, closed.best)
+        assert best_stock(result) is None
+    # What was remembered before the deadline stays simulated.
+    again = replace(result, remembered={})
+    simulated_reasons = reasons(again)
+    with simulations_until(PAST):
+        assert are_reasons_simulated(again) and reasons(again) is simulated_reasons
+
+
+def test_the_step_without_a_plan_file_is_unknown_after_the_deadline():
+    """It needs prices of many orders of the nodes, and a simulation. Nothing is promised instead."""
+    result = search(request("spot_64"), seconds=0.0)
+    with simulations_until(PAST):
+        assert step_without_plan_file(result) == UNKNOWN_S
+        starts = {"torch": Launch(flags=())}
+        assert "too short to predict its step" in start_line(result, starts)
