@@ -3,27 +3,31 @@
     python benchmarks/recovery.py --json FILE [--cases NAME,...] [--kills 5] [--repetitions 2]
         [--before FOLDER] [--runs FILE] [--minutes M]
 
-Two or four jobs train the GPT of benchmarks/peers.py (0.84 M parameters) on emulated nodes. Each job has a node
-in a cluster of its own, behind a link of 20 Mb/s; the round trip between two nodes takes 40 ms. All messages
-are encrypted (TLS 1.3). All processes of the last job are killed (kill -9) several times in each run. The
-recovery lasts from the kill to the end of the job's first step after it.
+Two or four jobs train the GPT of benchmarks/peers.py (0.84 M parameters) on emulated nodes. Each job has a
+node in a cluster of its own, behind a link of 20 Mb/s; the round trip between two nodes takes 40 ms. All
+messages are encrypted (TLS 1.3). All processes of the last job are killed (kill -9) several times in each
+run. The recovery lasts from the kill to the end of the job's first step after it.
 
-    2 jobs, sync; 2 jobs, async; 4 jobs, sync; 4 jobs, async
-                             A job is one process, which this program starts again at once, as in
-                             benchmarks/peers.py. "async": with rounds=async.
-    2 jobs, torchrun         Each job has two ranks, which `torchrun --max-restarts` starts again.
-    2 jobs, no bytecode      As "2 jobs", but Python may keep no bytecode, so that each start compiles
+    2 jobs, 4 jobs           A job is one process, which this program starts again at once, as in
+                             benchmarks/peers.py.
+    2 jobs async, 4 jobs async
+                             The same with rounds=async.
+    2 jobs torchrun          Each job has two ranks, which `torchrun --max-restarts` starts again.
+    2 jobs no bytecode       As "2 jobs", but Python may keep no bytecode, so that each start compiles
                              the sources of torch and holmes_ext.
-    alone                    As "2 jobs" without the second job: nobody has newer weights.
+    alone                    One job, so that nobody has newer weights.
+    without holmes_ext       One job that joins no others: what Python and torch need.
 
-The rows are medians over all kills, with the smallest and the largest: seconds (s) and CPU seconds of rank 0
-(CPU s) of each phase and in all. --before names a folder with another version of holmes_ext: runs of both
-versions take turns, and the rows of that version are named "before". --runs and --minutes: as in
-benchmarks/peers.py.
+The processes run under SCHED_RR, so that other programs on this machine delay them little. (This program,
+which starts a job again, does not.) The rows are medians over all kills, with the smallest and the largest:
+seconds (s) and CPU seconds of rank 0 (CPU s) of each phase and in all. --before names a folder with another
+version of holmes_ext: runs of both versions take turns, and the rows of that version are named "before".
+--runs and --minutes: as in benchmarks/peers.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -59,6 +63,7 @@ class Case:
     outer: str = OUTER  # value of --holmes-outer
     ranks: int = 1  # of each job; several are started by torchrun
     keeps_bytecode: bool = True
+    joins: bool = True  # whether the jobs use holmes_ext
 
     @property
     def clusters(self) -> str:
@@ -68,7 +73,11 @@ class Case:
             'uplink = "20Mb/s"\n'
             for number in range(self.jobs)
         )
-        return f'version = 2\n[ethernet]\nrate = "1Gb/s"\nlatency = "20ms"\n{clusters}'
+        links = "".join(
+            f'[[between]]\nclusters = ["job{first}", "job{second}"]\nlatency = "20ms"\n'
+            for first, second in itertools.combinations(range(self.jobs), 2)
+        )
+        return f'version = 2\n[ethernet]\nrate = "1Gb/s"\n{clusters}{links}'
 
 
 CASES = {
@@ -79,6 +88,7 @@ CASES = {
     "2 jobs torchrun": Case(2, ranks=2),
     "2 jobs no bytecode": Case(2, keeps_bytecode=False),
     "alone": Case(1),
+    "without holmes_ext": Case(1, joins=False),
 }
 
 
@@ -101,7 +111,7 @@ class Run:
             launcher += ["--nproc-per-node", str(self.case.ranks)]
         arguments = {
             "--name": f"job{number}",
-            "--where": self.where,
+            "--where": self.where if self.case.joins else "",
             "--outer": self.case.outer,
             "--log": self.log(number),
             "--seed": number,
@@ -130,8 +140,10 @@ class Run:
         """
 
         def has_made_them() -> bool:
-            lines = self.lines(number)[after:]
-            return sum(line["mark"] == "step" for line in lines) >= steps
+            marks = [line["mark"] for line in self.lines(number)[after:]]
+            if "killed" in marks:  # only steps of the next start count
+                marks = marks[marks.index("start") :] if "start" in marks else []
+            return marks.count("step") >= steps
 
         await_(has_made_them, SECONDS_TO_START, f"step {steps} of job{number}")
         return self.lines(number)[after:]
@@ -167,11 +179,13 @@ def phases_of(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
     Args:
         lines: Lines of the log of the killed job; the last ones before the kill may be among them.
     """
-    killed = next(index for index, line in enumerate(lines) if line["mark"] == "killed")
+    marks = [line["mark"] for line in lines]
+    killed = marks.index("killed")
+    start = marks.index("start", killed)  # a last step may have been logged before
     phases: dict[str, list[float]] = {}
     last = {**lines[killed], "cpu_s": 0.0}  # the new process has used no CPU time yet
     names = {"start": "restart by the launcher", "step": "rest of the first step"}
-    for line in lines[killed + 1 :]:
+    for line in lines[start:]:
         name = names.get(line["mark"], line["mark"])
         seconds, cpu_s = phases.get(name, (0.0, 0.0))  # a phase may come several times
         seconds += line["at"] - last["at"]
@@ -209,7 +223,7 @@ def run_once(case: Case, code: str, args: Any) -> list[dict[str, list[float]]]:
     """Run the jobs of a case once with a version of holmes_ext, and return the measured recoveries."""
     spec = parse_spec(case.clusters, "cluster.toml")
     with (
-        Lab(spec) as lab,
+        Lab(spec, realtime=True) as lab,
         coordinator(lab) as (where, _),
         tempfile.TemporaryDirectory() as directory,
         environment_of(case, code) as environment,

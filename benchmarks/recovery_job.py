@@ -103,16 +103,18 @@ def mark_phases_of_join(marks: Marks) -> None:
     def marked_begin(*args: Any) -> None:
         marks.add("model and first gradients")
         import holmes_ext.join.join as join
+        from holmes_ext.join.loop import OuterLoop
+        from holmes_ext.join.peers.routes import Routes
         from holmes_ext.join.rounds.coordinator_link import CoordinatorLink
-        from holmes_ext.join.rounds.round_runner import RoundRunner
 
         marks.add("import of holmes_ext.join")
         marks.end_of(join, "place_of", "credentials")
         marks.end_of(join, "join", "ports and addresses")
         marks.end_of(CoordinatorLink, "ask", "entry", first_argument="enter")
-        marks.end_of(RoundRunner, "take_weights", "weights taken")
+        marks.end_of(CoordinatorLink, "ask", "address of the donor", first_argument="maps")
+        marks.end_of(Routes, "dial", "connections to the donor")
+        marks.end_of(OuterLoop, "begin", "transfer of the weights")
         begin(*args)
-        marks.add("thread of the rounds")
 
     training._begin = marked_begin
 
@@ -126,15 +128,16 @@ def train(args: argparse.Namespace, marks: Marks) -> None:
 
     marks.add("import of torch")
     torch.set_num_threads(1)
-    import holmes_ext
+    if args.where:
+        import holmes_ext
 
-    holmes_ext.enable(join=f"{args.name}@{args.where}", outer=args.outer)
-    marks.add("start of holmes_ext")
+        holmes_ext.enable(join=f"{args.name}@{args.where}", outer=args.outer)
+        marks.add("start of holmes_ext")
+        mark_phases_of_join(marks)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
         dist.init_process_group("gloo")
         marks.add("process group")
-    mark_phases_of_join(marks)
     from peers_job import BATCH, LR, SIZE, example, model, text
 
     gpt = model()
@@ -166,8 +169,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--name", required=True, help="name of the job among the joined jobs")
-    add("--where", required=True, help="HOST:PORT of the coordinator")
-    add("--outer", required=True, help="settings of --holmes-outer")
+    add("--where", default="", help="HOST:PORT of the coordinator (default: without holmes_ext)")
+    add("--outer", default="", help="settings of --holmes-outer")
     add("--log", type=Path, required=True, help="file for the ends of the phases")
     add("--seed", type=int, default=1, help="seed of the order of the text")
     add("--pace", type=float, default=0.1, help="seconds of an accelerator in each step")

@@ -60,7 +60,7 @@ class Clock:
 def ask(channel, version):
     """Version and anchor of all elements."""
     anchor = torch.empty(8)
-    return take._read(channel, 0, version, 0, 8, [anchor], 100), anchor
+    return take._read(channel, 0, version, 0, 8, {take.ANCHOR: anchor}, 100), anchor
 
 
 def committed(state, number):
@@ -127,7 +127,7 @@ def test_what_cannot_be_weights_is_refused(told, data):
     theirs.send(told, deadline)
     theirs.send_bytes([take.bytes_of(data)], deadline)
     with pytest.raises((OSError, HolmesError)):
-        take._read(ours, 0, 5, 0, 8, [torch.empty(8)], 10)
+        take._read(ours, 0, 5, 0, 8, {take.ANCHOR: torch.empty(8)}, 10)
 
 
 def test_a_slow_link_is_waited_for_as_long_as_it_carries_bytes():
@@ -249,9 +249,8 @@ def test_a_connection_that_the_donor_has_closed_meanwhile_is_opened_anew():
 
 
 def test_ranks_that_wait_for_each_other_between_fragments_keep_no_turns():
-    """Each rank of the taking job waits for the others before its next fragment. Two of the three turns' worth
-    of ranks must not keep the third from the donor's only rank, which answers two requests of a job at a time.
-    """
+    """Each rank of the taking job waits for the others before its next fragment. The donor's only rank
+    answers two requests of a job at a time: ranks that have their answers must not keep the third waiting."""
     mine = [RankRange(2 * k + half, 2 * k + half + 1, half) for k in range(4) for half in (0, 1)]
     mine[1::4] = [RankRange(span.start, span.stop, 2) for span in mine[1::4]]
     donor = DonorOfOneRank(outer_state([RankRange(0, 8, 0)]))

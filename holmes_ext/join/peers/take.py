@@ -4,10 +4,12 @@ A taker is a job that is new, late, or restarted from an older checkpoint. Each 
 elements that it exchanges from the donor's ranks that exchange the same elements:
 
 1. Taker: send a request to the donor's rank, over one connection for all fragments
-       {"fragment": 2, "version": 57, "start": first element, "stop": element after the last}
+       {"fragment": 2, "version": 57, "start": first element, "stop": element after the last,
+        "tensors": ["anchor", "momentum"]}
 2. Donor: wait until the fragment has this version. The coordinator may have told the taker of a commit before
    the donor's own rank 0 has received it.
-3. Donor: send {"version": 57, "anchor": bytes, "momentum": bytes}, then these bytes.
+3. Donor: send {"version": 57, "anchor": bytes, "momentum": bytes}, then these bytes. A tensor that was not
+   requested has 0 bytes.
 4. Taker: all ranks compare the versions they got. If they differ, the donor took an outer step in between,
    and they begin again. Otherwise each rank stores the fragment.
 
@@ -38,6 +40,11 @@ from holmes_ext.join.shards.weights import bytes_of
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.runtime.deadline import Deadline
 
+#: Tensors of a fragment, as a request names them.
+ANCHOR = "anchor"
+MOMENTUM = "momentum"
+#: Function that stores what was taken: (fragment, version, anchor, momentum).
+Store = Callable[[Fragment, int, "torch.Tensor | None", "torch.Tensor | None"], None]
 #: Attempts to take a fragment that the donor steps in between.
 _TRIES = 5
 #: Seconds that a taker may let pass between two requests, and that it may wait for its turn.
@@ -142,6 +149,7 @@ class Giver:
         version = request.take("version", int)
         start = request.take("start", int)
         stop = request.take("stop", int)
+        tensors = request.take("tensors", list, [ANCHOR, MOMENTUM])
         if not 0 <= index < len(state.fragments):
             raise HolmesError(f"there is no fragment {index}")
         fragment = state.fragments[index]
@@ -158,9 +166,11 @@ class Giver:
             copied = state.copy_of(fragment, start, stop)
         except KeyError:
             raise HolmesError(f"elements {start} to {stop} are not this rank's") from None
-        anchor = bytes_of(copied.anchor)
+        anchor = memoryview(b"")
+        if ANCHOR in tensors:
+            anchor = bytes_of(copied.anchor)
         momentum = memoryview(b"")
-        if copied.momentum is not None:
+        if MOMENTUM in tensors and copied.momentum is not None:
             momentum = bytes_of(copied.momentum)
         deadline = Deadline.for_bytes(
             state.settings.timeout, len(anchor) + len(momentum), "giving weights"
@@ -229,7 +239,8 @@ def take_fragments(
     donor: Donor,
     job_ranks: JobRanks,
     patience_s: float,
-    store: Callable[[Fragment, int, torch.Tensor, torch.Tensor | None], None],
+    store: Store,
+    tensors: Sequence[str] = (ANCHOR, MOMENTUM),
 ) -> str:
     """Take fragments from a donor on all ranks of this job; collective.
 
@@ -242,7 +253,9 @@ def take_fragments(
         donor: The job that has them.
         job_ranks: Collectives over the ranks of this job.
         patience_s: Seconds for a connection to the donor, or for its answer (more for many bytes).
-        store: Called for each fragment with its version, anchor and momentum.
+        store: Called for each fragment with its version, anchor and momentum; None for a tensor that is
+            not taken.
+        tensors: Which of the two are taken.
 
     Returns:
         "", or why a fragment could not be taken; fragments before it may have been stored.
@@ -258,6 +271,7 @@ def take_fragments(
                 job_ranks=job_ranks,
                 patience_s=patience_s,
                 store=store,
+                tensors=tensors,
             )
             if why:
                 return why
@@ -272,7 +286,8 @@ def _take_fragment(
     connections: DonorConnections,
     job_ranks: JobRanks,
     patience_s: float,
-    store: Callable[[Fragment, int, torch.Tensor, torch.Tensor | None], None],
+    store: Store,
+    tensors: Sequence[str],
 ) -> str:
     """Take one fragment from a donor on all ranks of this job, and store it; collective.
 
@@ -282,22 +297,24 @@ def _take_fragment(
         least_version: Least version that the fragment must have.
         donor: The job that has it.
         connections: Connections of this rank to the donor's ranks.
-        job_ranks, patience_s, store: As those of take_fragments().
+        job_ranks, patience_s, store, tensors: As those of take_fragments().
 
     Returns:
         "", or why the fragment could not be taken.
     """
     for _ in range(_TRIES):
-        anchor = torch.empty_like(fragment.anchor)
-        momentum = None if fragment.momentum is None else torch.empty_like(fragment.momentum)
+        taken: dict[str, torch.Tensor] = {}  # to fill with this rank's elements
+        if ANCHOR in tensors:
+            taken[ANCHOR] = torch.empty_like(fragment.anchor)
+        if MOMENTUM in tensors and fragment.momentum is not None:
+            taken[MOMENTUM] = torch.empty_like(fragment.momentum)
         report: dict[str, Any] = {}
         try:
             fetched_versions = _fetch(
                 fragment,
                 index,
                 least_version,
-                anchor=anchor,
-                momentum=momentum,
+                taken=taken,
                 donor=donor,
                 connections=connections,
                 rank=job_ranks.rank,
@@ -315,7 +332,7 @@ def _take_fragment(
             # No reason to try again: the donor has already waited for this version.
             return f"it has fragment {index} of round {min(versions)}, not {least_version}"
         if len(versions) == 1:
-            store(fragment, versions.pop(), anchor, momentum)
+            store(fragment, versions.pop(), taken.get(ANCHOR), taken.get(MOMENTUM))
             return ""
     return f"fragment {index} was stepped each time while it was read"
 
@@ -324,22 +341,20 @@ def _fetch(
     fragment: Fragment,
     index: int,
     least_version: int,
-    anchor: torch.Tensor,
-    momentum: torch.Tensor | None,
+    taken: Mapping[str, torch.Tensor],
     donor: Donor,
     connections: DonorConnections,
     rank: int,
     patience_s: float,
 ) -> set[int]:
-    """Copy this rank's elements of a fragment's anchor and momentum from an up-to-date job.
+    """Copy this rank's elements of a fragment's anchor, momentum or both from an up-to-date job.
 
     Args:
         fragment: The fragment, which is not changed.
         index: Its index.
         least_version: The donor answers when it has this version (round of the last outer step) or
             a later one.
-        anchor: Tensor to fill with the weights after the last outer step.
-        momentum: Tensor to fill; None: the outer optimizer has no momentum.
+        taken: ANCHOR, MOMENTUM or both -> tensor to fill.
         donor: The up-to-date job.
         connections: Connections to its ranks.
         rank: This rank.
@@ -363,9 +378,7 @@ def _fetch(
         channel = connections.to(donor_rank)
         for piece in pieces:
             place = fragment.places(piece.start, piece.stop)  # slice of this rank's elements
-            parts = [anchor[place]]
-            if momentum is not None:
-                parts.append(momentum[place])
+            parts = {name: tensor[place] for name, tensor in taken.items()}
             version = _read(
                 channel,
                 index,
@@ -387,7 +400,7 @@ def _read(
     least_version: int,
     start: int,
     stop: int,
-    parts: Sequence[torch.Tensor],
+    parts: Mapping[str, torch.Tensor],
     patience_s: float,
 ) -> int:
     """Copy a range of elements of a fragment from a rank of an up-to-date job (donor).
@@ -399,7 +412,7 @@ def _read(
             a later one.
         start: First element.
         stop: Element after the last.
-        parts: Tensors to fill: the anchor, and the momentum if there is one.
+        parts: ANCHOR, MOMENTUM or both -> tensor to fill.
         patience_s: Seconds for the answer (more for many bytes).
 
     Returns:
@@ -408,18 +421,17 @@ def _read(
     Raises:
         ConnectionError: The answer has another size, or is not finite.
     """
-    buffers = [bytes_of(part) for part in parts]
-    expected_sizes = [len(buffer) for buffer in buffers]
+    # The donor sends the anchor first.
+    buffers = [bytes_of(parts[name]) for name in (ANCHOR, MOMENTUM) if name in parts]
+    expected_sizes = [parts[name].nbytes if name in parts else 0 for name in (ANCHOR, MOMENTUM)]
     deadline = Deadline.for_bytes(patience_s, sum(expected_sizes), "taking weights")
-    channel.send(
-        {"fragment": index, "version": least_version, "start": start, "stop": stop}, deadline
-    )
+    elements = {"fragment": index, "version": least_version, "start": start, "stop": stop}
+    channel.send({**elements, "tensors": list(parts)}, deadline)
     answer = Table(channel.receive(deadline), "what a donor gives")
-    sizes = [answer.take("anchor", int), answer.take("momentum", int)]  # in bytes
-    unexpected_sizes = sizes[len(buffers) :]  # of a momentum that this job does not have
-    if sizes[: len(buffers)] != expected_sizes or any(unexpected_sizes):
+    sizes = [answer.take(ANCHOR, int), answer.take(MOMENTUM, int)]  # in bytes
+    if sizes != expected_sizes:
         raise ConnectionError(f"{sizes} bytes came instead of {expected_sizes}")
     channel.receive_bytes(buffers, deadline)
-    if not all(bool(part.isfinite().all()) for part in parts):
+    if not all(bool(part.isfinite().all()) for part in parts.values()):
         raise ConnectionError("its weights are not finite")
     return answer.take("version", int)
