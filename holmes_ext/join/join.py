@@ -126,11 +126,15 @@ def join(
 
     secret = job_ranks.broadcast_from_rank_0(os.urandom(_SECRET_BYTES).hex())
     identity = RankIdentity(job, incarnation_of(secret), job_ranks.rank, secret)
+    client = None
+    if job_ranks.rank == 0:
+        # `constant_hello` and `rounds` exist when the client says hello, which begin() makes it do.
+        client = CoordinatorClient(place, lambda: {**constant_hello, **rounds.hello()}, secret)
+        client.connect_early()
     links: PeerLinks = job_ranks.run_on_all_ranks(lambda: _links(place, identity, state))
     addresses = job_ranks.all_gather(links.address)
     descriptions = job_ranks.all_gather(weights_here.named())
-    client = None
-    if job_ranks.rank == 0:
+    if client is not None:
         descriptions_by_position: dict[str, Any] = {}
         for layout, description in zip(layouts, descriptions):
             key = f"weights at {layout.position}"
@@ -142,7 +146,6 @@ def join(
             "min": settings.min,
             "timeout": settings.timeout,
         }
-        client = CoordinatorClient(place, lambda: {**constant_hello, **rounds.hello()}, secret)
     coordinator = CoordinatorLink(client, job_ranks, settings.timeout)
     is_rolling = settings.rounds == "async"
     runner_class = RollingRunner if is_rolling else RoundRunner

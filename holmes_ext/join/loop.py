@@ -345,9 +345,8 @@ class OuterLoop:
     def _wanted_period(self) -> int:
         """Return how many inner steps this rank proposes from one fragment's exchange to the next one's.
 
-        With `every` in seconds, all fragments are exchanged once in that time. So the proposal is
-        every / fragments seconds, divided by the measured time of a step. All ranks use rank 0's
-        proposal. 0: no change, because `every` is given in steps.
+        With `every` in seconds, all fragments are exchanged once in that time. So the proposal is every /
+        fragments seconds, divided by the measured time of a step. All ranks use rank 0's. 0: no change.
         """
         if not self.settings.seconds:
             return 0
@@ -367,6 +366,7 @@ class OuterLoop:
         weights, and are captured again.
         """
         is_sync = self.settings.rounds == "sync"
+        self.rounds.taker.wait_for_momenta()  # only shortly after the start of a job
         return wrap_with_digest(
             {
                 "number": self.number,

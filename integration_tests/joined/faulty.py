@@ -15,6 +15,7 @@ import os
 import re
 import resource
 import signal
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -41,6 +42,10 @@ from holmes_ext.options import options_from
 TIMEOUT_S = 3
 OUTER = f"every=4,fragments=2,delay=1,compress=off,weight=equal,timeout={TIMEOUT_S}"
 LIES = ("flip", "claim", "accuse")
+#: File in the folder of the jobs: a JSON list of pairs of jobs that cannot connect to each other directly.
+CUT = "cut.json"
+#: Seconds between two checks of that file.
+LOOK_S = 0.2
 #: Seconds that each training step takes at least, so that rounds can end within a few steps.
 PACE_S = 0.03
 
@@ -191,6 +196,7 @@ def rank_of(rank: int, incarnation: int, fields: dict[str, Any]) -> None:
     _shift_clocks(job.ahead_s)
     if job.encrypted:
         handshake.stays_on_host = lambda connection: False
+    _obey_cuts(job)
     with open(job.place / f"{job.name}.{incarnation}.{rank}.jsonl", "a", buffering=1) as log:
         _train(job, rank, incarnation, lambda **entry: print(json.dumps(entry), file=log))
 
@@ -274,6 +280,56 @@ def _shift_clocks(seconds: float) -> None:
     if seconds:
         for name in ("time", "monotonic"):
             setattr(time, name, lambda clock=getattr(time, name): clock() + seconds)
+
+
+def cut(place: Path, pairs: list[tuple[str, str]]) -> None:
+    """Keep these pairs of jobs, and no others, from connecting to each other directly from now on."""
+    new = place / f"{CUT}.new"
+    new.write_text(json.dumps(pairs))
+    os.replace(new, place / CUT)
+
+
+def _obey_cuts(job: Job) -> None:
+    """Let this process connect to no job from which cut() separates it, and lose open connections to it.
+
+    The coordinator can still forward their bytes.
+    """
+    called = threading.local()  # `job`: name of the job that this thread calls
+
+    def is_cut(other: str | None) -> bool:
+        file = job.place / CUT
+        pairs = json.loads(file.read_text()) if file.exists() else []
+        return other is not None and sorted((job.name, other)) in map(sorted, pairs)
+
+    def naming(function: Callable[..., Any], name_of: Callable[[Any], str]) -> Callable[..., Any]:
+        """Return the function, which notes the name of the job that it calls, from its first argument."""
+
+        def wrapper(self, other, *args):
+            called.job = name_of(other)
+            try:
+                return function(self, other, *args)
+            finally:
+                called.job = None
+
+        return wrapper
+
+    def call(*args, original=routes.call, **kwargs):
+        if is_cut(getattr(called, "job", None)):
+            raise ConnectionRefusedError("the link is cut")
+        return original(*args, **kwargs)
+
+    def lose_connections():
+        while True:
+            time.sleep(LOOK_S)
+            joined = training._job.loop if training._job is not None else None
+            if joined is not None:
+                links = joined.rounds.links
+                links.drop({key.job for key in list(links._open) if is_cut(key.job)})
+
+    routes.Routes.dial = naming(routes.Routes.dial, lambda peer: peer.job)
+    routes.Routes._call_back = naming(routes.Routes._call_back, lambda caller: caller.get("job"))
+    routes.call = call
+    threading.Thread(target=lose_connections, daemon=True).start()
 
 
 def _plant(fault: Fault, model: torch.nn.Module, tell: Callable[..., None]) -> None:

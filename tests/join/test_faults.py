@@ -10,6 +10,7 @@ from joined_jobs import coordinator, in_threads, joined_of
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.rounds import round_runner as rounds
+from holmes_ext.join.rounds import taking
 from holmes_ext.join.settings import parse_outer
 
 SETTINGS = "every=2,fragments=1,delay=0,compress=off"
@@ -80,9 +81,9 @@ def test_a_killed_job_costs_one_timeout_at_most_and_comes_back_with_the_weights_
 def test_a_job_that_begins_does_not_end_with_a_giver_that_does_not_answer(monkeypatch):
     """It asks again: by then the giver is known to be gone, or answers."""
     monkeypatch.setattr(rounds, "_AGAIN_S", 0.01)
-    taken, silent = rounds.take_fragments, ["timed out"] * 2
+    taken, silent = taking.take_fragments, ["timed out"] * 2
     monkeypatch.setattr(
-        rounds, "take_fragments", lambda *args: silent.pop() if silent else taken(*args)
+        taking, "take_fragments", lambda *args: silent.pop() if silent else taken(*args)
     )
     with coordinator() as server:
         east = Job("east", server.port).step(4)

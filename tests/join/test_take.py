@@ -60,7 +60,7 @@ class Clock:
 def ask(channel, version):
     """Version and anchor of all elements."""
     anchor = torch.empty(8)
-    return take._read(channel, 0, version, 0, 8, [anchor], 100), anchor
+    return take._read(channel, 0, version, 0, 8, {take.ANCHOR: anchor}, 100), anchor
 
 
 def committed(state, number):
@@ -127,7 +127,7 @@ def test_what_cannot_be_weights_is_refused(told, data):
     theirs.send(told, deadline)
     theirs.send_bytes([take.bytes_of(data)], deadline)
     with pytest.raises((OSError, HolmesError)):
-        take._read(ours, 0, 5, 0, 8, [torch.empty(8)], 10)
+        take._read(ours, 0, 5, 0, 8, {take.ANCHOR: torch.empty(8)}, 10)
 
 
 def test_a_slow_link_is_waited_for_as_long_as_it_carries_bytes():
@@ -159,7 +159,8 @@ def test_takers_that_are_gone_do_not_keep_others_waiting(state):
 
 
 def test_one_job_cannot_take_all_turns(state):
-    """Four connections of one job that asked for nothing kept all others that came back from weights."""
+    """Four connections of one job whose requests were not answered yet kept all others that came back from
+    weights."""
     giver, threads = take.Giver(state), []
 
     def taker(job):
@@ -168,18 +169,117 @@ def test_one_job_cannot_take_all_turns(state):
         threads[-1].start()
         return Channel(ours)
 
-    idle = [taker("zero") for _ in range(8)]
+    liars = [taker("zero") for _ in range(8)]
+    for liar in liars:  # for a version that never comes
+        liar.send({"fragment": 0, "version": 10**9, "start": 0, "stop": 8}, Deadline(5, "a lie"))
     until = Deadline(20, "the liar's turns")
     while giver._served_takers["zero"] < 2:
         until.check()
     honest = taker("west")
     assert ask(honest, 0)[0] == 0
     assert giver._served_takers["zero"] == 2
-    for channel in (honest, *idle):
+    for channel in (honest, *liars):
         channel.close()
     for thread in threads:
         thread.join(20)
         assert not thread.is_alive()
+
+
+class DonorOfOneRank:
+    """Routes to a donor of one rank, whose Giver answers each connection in a thread."""
+
+    def __init__(self, state):
+        self.giver, self.threads, self.accepted = take.Giver(state), [], []
+
+    def dial(self, peer, purpose, deadline):
+        ours, theirs = socket.socketpair()
+        self.accepted.append(Channel(theirs))
+        arguments = (self.accepted[-1], {"job": "west"})
+        self.threads.append(threading.Thread(target=self.giver.give, args=arguments))
+        self.threads[-1].start()
+        return Channel(ours)
+
+    def as_seen_by_ranks(self, mine):
+        """As a Donor, for a job whose ranks exchange the elements of `mine`."""
+        return take.Donor(mine, [RankRange(0, 8, 0)], {0: None}, self)
+
+    def joined(self):
+        for thread in self.threads:
+            thread.join(20)
+        return not any(thread.is_alive() for thread in self.threads)
+
+
+def outer_state(ranges, rank=0, value=1.0):
+    """Four fragments of two elements each."""
+    part = Part(0, torch.full((8,), value))
+    return OuterState(
+        parse_outer("algorithm=average,every=4,fragments=4,timeout=60,delay=0"),
+        Weights("all", [Tensor("w", (8,), "float32")], [part]),
+        ranges,
+        rank,
+    )
+
+
+def test_all_fragments_are_taken_over_one_connection():
+    """Over a WAN, each further connection delays the taker's first step by four round trips."""
+    everything = [RankRange(0, 8, 0)]
+    donor, mine = DonorOfOneRank(outer_state(everything)), outer_state(everything, value=0.0)
+    view = donor.as_seen_by_ranks(everything)
+    assert not take.take_fragments(
+        mine, dict.fromkeys(range(4), 0), view, Alone(), 10, mine.replace
+    )
+    assert torch.equal(torch.cat([part.anchor for part in mine.fragments]), torch.ones(8))
+    assert len(donor.accepted) == 1
+    assert donor.joined(), "the taker has closed it"
+
+
+def test_a_connection_that_the_donor_has_closed_meanwhile_is_opened_anew():
+    """A donor closes a connection over which nothing was asked for a long time."""
+    everything = [RankRange(0, 8, 0)]
+    donor, mine = DonorOfOneRank(outer_state(everything)), outer_state(everything, value=0.0)
+
+    def store(*what):
+        mine.replace(*what)
+        donor.accepted[-1].cut()
+        donor.threads[-1].join(20)
+
+    view = donor.as_seen_by_ranks(everything)
+    assert not take.take_fragments(mine, dict.fromkeys(range(4), 0), view, Alone(), 10, store)
+    assert len(donor.accepted) == 4 and donor.joined()
+
+
+def test_ranks_that_wait_for_each_other_between_fragments_keep_no_turns():
+    """Each rank of the taking job waits for the others before its next fragment. The donor's only rank
+    answers two requests of a job at a time: ranks that have their answers must not keep the third waiting."""
+    mine = [RankRange(2 * k + half, 2 * k + half + 1, half) for k in range(4) for half in (0, 1)]
+    mine[1::4] = [RankRange(span.start, span.stop, 2) for span in mine[1::4]]
+    donor = DonorOfOneRank(outer_state([RankRange(0, 8, 0)]))
+    together = threading.Barrier(3, timeout=20)
+    reports, results = {}, {}
+
+    class Rank:
+        def __init__(self, rank):
+            self.rank = rank
+
+        def all_gather(self, report):
+            reports[self.rank] = report
+            together.wait()
+            gathered = [reports[rank] for rank in range(3)]
+            together.wait()
+            return gathered
+
+    def take_all(rank):
+        state = outer_state(mine, rank, value=0.0)
+        view = donor.as_seen_by_ranks(mine)
+        wanted = dict.fromkeys(range(4), 0)
+        results[rank] = take.take_fragments(state, wanted, view, Rank(rank), 10, state.replace)
+
+    ranks = [threading.Thread(target=take_all, args=(rank,)) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(30)
+    assert results == {0: "", 1: "", 2: ""} and donor.joined()
 
 
 class Alone:

@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
@@ -74,6 +75,7 @@ class CoordinatorClient:
         self._place = place
         self._hello = hello
         self._channel: Channel | None = None
+        self._first_channel: Future[Channel] | None = None  # which connect_early() opens
         self._said_hello = False  # on the current connection
         self._accepted = False  # the coordinator has accepted at least one request of this job
         self._heartbeat: Heartbeat | None = None
@@ -97,7 +99,7 @@ class CoordinatorClient:
         while not deadline.passed:
             try:
                 if self._channel is None:
-                    self._channel = self.connect("job", deadline)
+                    self._channel = self._early_channel() or self.connect("job", deadline)
                     self._said_hello = False
                 if not self._said_hello:
                     self._say_hello(deadline)
@@ -137,6 +139,24 @@ class CoordinatorClient:
         if self._heartbeat is not None:
             self._heartbeat.reconnect()
 
+    def connect_early(self) -> None:
+        """Begin to connect in the background; the first ask() uses the connection.
+
+        Over a WAN this takes several round trips, in which the caller can prepare its hello. If it
+        fails, ask() connects itself, and reports the error.
+        """
+        channel: Future[Channel] = Future()
+
+        def connect() -> None:
+            try:
+                deadline = Deadline(HANDSHAKE_S, "the coordinator's handshake")
+                channel.set_result(self.connect("job", deadline))
+            except BaseException as error:  # noqa: BLE001 - ask() waits for the result
+                channel.set_exception(error)
+
+        self._first_channel = channel
+        threading.Thread(target=connect, name="holmes-connect", daemon=True).start()
+
     def start_heartbeat(self, status: Callable[[], dict[str, Any]]) -> None:
         """Start the heartbeat thread; each heartbeat contains the telemetry that `status` returns."""
         self._heartbeat = Heartbeat(lambda deadline: self.connect("heartbeat", deadline), status)
@@ -161,6 +181,14 @@ class CoordinatorClient:
         identity = {"job": self.job, "incarnation": self.incarnation, "secret": self._secret}
         part = deadline.part(HANDSHAKE_S, "the coordinator's handshake")
         return self._place.call({"purpose": purpose, **identity}, part)
+
+    def _early_channel(self) -> Channel | None:
+        """Return the connection that connect_early() has opened, once; None if there is none."""
+        first_channel = self._first_channel
+        self._first_channel = None
+        if first_channel is None or first_channel.exception() is not None:
+            return None
+        return first_channel.result()
 
     def _say_hello(self, deadline: Deadline) -> None:
         """Describe this job to the coordinator; set `_said_hello` if the coordinator accepts it.

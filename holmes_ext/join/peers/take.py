@@ -3,11 +3,13 @@
 A taker is a job that is new, late, or restarted from an older checkpoint. Each of its ranks takes the
 elements that it exchanges from the donor's ranks that exchange the same elements:
 
-1. Taker: open a connection to the donor's rank, and send a request
-       {"fragment": 2, "version": 57, "start": first element, "stop": element after the last}
+1. Taker: send a request to the donor's rank, over one connection for all fragments
+       {"fragment": 2, "version": 57, "start": first element, "stop": element after the last,
+        "tensors": ["anchor", "momentum"]}
 2. Donor: wait until the fragment has this version. The coordinator may have told the taker of a commit before
    the donor's own rank 0 has received it.
-3. Donor: send {"version": 57, "anchor": bytes, "momentum": bytes}, then these bytes.
+3. Donor: send {"version": 57, "anchor": bytes, "momentum": bytes}, then these bytes. A tensor that was not
+   requested has 0 bytes.
 4. Taker: all ranks compare the versions they got. If they differ, the donor took an outer step in between,
    and they begin again. Otherwise each rank stores the fragment.
 
@@ -38,17 +40,24 @@ from holmes_ext.join.shards.weights import bytes_of
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.runtime.deadline import Deadline
 
+#: Tensors of a fragment, as a request names them.
+ANCHOR = "anchor"
+MOMENTUM = "momentum"
+#: Function that stores what was taken: (fragment, version, anchor, momentum).
+Store = Callable[[Fragment, int, "torch.Tensor | None", "torch.Tensor | None"], None]
 #: Attempts to take a fragment that the donor steps in between.
 _TRIES = 5
 #: Seconds that a taker may let pass between two requests, and that it may wait for its turn.
 _REQUEST_TIMEOUT_S = 600.0
+#: Bytes of a request, at most. Takers that wait for their turn keep their requests in memory.
+_LONGEST_REQUEST = 4096
 #: Seconds between two checks whether the requested version is there.
 _LOOK_S = 0.02
 #: Seconds between two checks whether a taker that waits for its turn is still connected.
 _TURN_CHECK_S = 1.0
-#: Takers that are served at a time, because each gets copies of the weights.
+#: Requests that are answered at a time, because each answer is a copy of weights.
 _MOST_TAKERS = 4
-#: Takers of one job that are served at a time, because they may keep their turn and request nothing.
+#: Requests of one job that are answered at a time, because its ranks may read the answers slowly.
 _MOST_TAKERS_OF_ONE_JOB = 2
 
 
@@ -61,14 +70,15 @@ class Giver:
     def __init__(self, state: OuterState):
         self._state = state
         self._changed = threading.Condition()
-        # Job -> number of its takers that are served now. _wait_for_turn() adds 1, give() subtracts it.
+        # Job -> number of its requests that are answered now. _wait_for_turn() adds 1, give() subtracts it.
         self._served_takers = Counter[str]()
 
     def give(self, channel: Channel, purpose: Mapping[str, Any]) -> None:
         """Serve a rank of another job that copies fragments, until it closes the connection.
 
-        An invalid request ends the connection, too. Only a few ranks are served at a time; others
-        wait for their turn.
+        An invalid request ends the connection, too. Only a few requests are answered at a time; others
+        wait for their turn. A taker that requests nothing has no turn, so it keeps nobody waiting: not
+        the other ranks of its job, for which it waits before its next request, and no other job.
 
         Args:
             channel: The connection; it is closed at the end.
@@ -76,25 +86,27 @@ class Giver:
         """
         job = str(purpose.get("job"))
         try:
-            self._wait_for_turn(channel, job)  # counts this taker in _served_takers
-            try:
-                while True:  # until _answer() raises
-                    self._answer(channel)
-            finally:
-                with self._changed:
-                    self._served_takers[job] -= 1
-                    self._changed.notify_all()
+            while True:  # until one of these calls raises
+                deadline = Deadline(_REQUEST_TIMEOUT_S, "a question")
+                document = channel.receive(deadline, _LONGEST_REQUEST)
+                self._wait_for_turn(channel, job)  # counts this request in _served_takers
+                try:
+                    self._answer(channel, document)
+                finally:
+                    with self._changed:
+                        self._served_takers[job] -= 1
+                        self._changed.notify_all()
         except (OSError, HolmesError):
             pass
         finally:
             channel.close()
 
     def _wait_for_turn(self, channel: Channel, job: str) -> None:
-        """Wait until few enough takers are served, and count this one.
+        """Wait until few enough requests are answered, and count this one.
 
-        A taker is a rank of another job that copies weights from this rank. Few are served at a
-        time, because each gets a copy in memory; and fewer of one job, so that it cannot keep all
-        others waiting.
+        A taker is a rank of another job that copies weights from this rank. Few requests are answered
+        at a time, because each answer is a copy in memory; and fewer of one job, so that it cannot
+        keep all others waiting.
 
         Args:
             channel: The taker's connection.
@@ -116,8 +128,8 @@ class Giver:
                     raise ConnectionError("the taker is gone")
             self._served_takers[job] += 1
 
-    def _answer(self, channel: Channel) -> None:
-        """Receive one request, wait for the requested version, and send the weights.
+    def _answer(self, channel: Channel, document: dict[str, Any]) -> None:
+        """Wait for the version that a request names, and send the weights.
 
         The request names a fragment, a range of its elements, and the least version that the taker
         needs (the round of the fragment's last outer step). If this rank does not reach that
@@ -125,19 +137,19 @@ class Giver:
 
         Args:
             channel: Connection to the taker, a rank of another job.
+            document: The request.
 
         Raises:
             HolmesError: The request is invalid.
             OSError: The connection is lost, or the taker does not wait for the answer.
         """
         state = self._state
-        request = Table(
-            channel.receive(Deadline(_REQUEST_TIMEOUT_S, "a question")), "a taker's question"
-        )
+        request = Table(document, "a taker's question")
         index = request.take("fragment", int)
         version = request.take("version", int)
         start = request.take("start", int)
         stop = request.take("stop", int)
+        tensors = request.take("tensors", list, [ANCHOR, MOMENTUM])
         if not 0 <= index < len(state.fragments):
             raise HolmesError(f"there is no fragment {index}")
         fragment = state.fragments[index]
@@ -154,9 +166,11 @@ class Giver:
             copied = state.copy_of(fragment, start, stop)
         except KeyError:
             raise HolmesError(f"elements {start} to {stop} are not this rank's") from None
-        anchor = bytes_of(copied.anchor)
+        anchor = memoryview(b"")
+        if ANCHOR in tensors:
+            anchor = bytes_of(copied.anchor)
         momentum = memoryview(b"")
-        if copied.momentum is not None:
+        if MOMENTUM in tensors and copied.momentum is not None:
             momentum = bytes_of(copied.momentum)
         deadline = Deadline.for_bytes(
             state.settings.timeout, len(anchor) + len(momentum), "giving weights"
@@ -179,13 +193,54 @@ class Donor:
     routes: Routes
 
 
+class DonorConnections:
+    """Connections of this rank to ranks of the donor, each opened when it is needed first.
+
+    All fragments are read over the same connections: over a WAN, to open one takes as long as to read
+    a small fragment. This class is a context manager, which closes the connections.
+
+    Args:
+        donor: The job from which fragments are copied.
+        patience_s: Seconds to open a connection.
+    """
+
+    def __init__(self, donor: Donor, patience_s: float):
+        self._donor = donor
+        self._patience_s = patience_s
+        self._channels: dict[int, Channel] = {}  # by rank of the donor
+
+    def __enter__(self) -> DonorConnections:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for channel in self._channels.values():
+            channel.close()
+
+    def to(self, rank: int) -> Channel:
+        """Return a connection to a rank of the donor, on which this rank has nothing to read yet.
+
+        Raises:
+            OSError: The rank cannot be reached.
+        """
+        channel = self._channels.get(rank)
+        if channel is not None and channel.idle():
+            return channel
+        if channel is not None:  # the donor has closed it
+            channel.close()
+        deadline = Deadline(self._patience_s, "calling the donor")
+        peer = self._donor.peers[rank]
+        self._channels[rank] = self._donor.routes.dial(peer, {"purpose": "fetch"}, deadline)
+        return self._channels[rank]
+
+
 def take_fragments(
     state: OuterState,
     wanted: Mapping[int, int],
     donor: Donor,
     job_ranks: JobRanks,
     patience_s: float,
-    store: Callable[[Fragment, int, torch.Tensor, torch.Tensor | None], None],
+    store: Store,
+    tensors: Sequence[str] = (ANCHOR, MOMENTUM),
 ) -> str:
     """Take fragments from a donor on all ranks of this job; collective.
 
@@ -198,69 +253,112 @@ def take_fragments(
         donor: The job that has them.
         job_ranks: Collectives over the ranks of this job.
         patience_s: Seconds for a connection to the donor, or for its answer (more for many bytes).
-        store: Called for each fragment with its version, anchor and momentum.
+        store: Called for each fragment with its version, anchor and momentum; None for a tensor that is
+            not taken.
+        tensors: Which of the two are taken.
 
     Returns:
         "", or why a fragment could not be taken; fragments before it may have been stored.
     """
-    for index, least_version in wanted.items():
-        fragment = state.fragments[index]
-        for _ in range(_TRIES):
-            anchor = torch.empty_like(fragment.anchor)
-            momentum = None if fragment.momentum is None else torch.empty_like(fragment.momentum)
-            report: dict[str, Any] = {}
-            try:
-                fetched_versions = _fetch(
-                    fragment,
-                    index,
-                    least_version,
-                    anchor=anchor,
-                    momentum=momentum,
-                    donor=donor,
-                    rank=job_ranks.rank,
-                    patience_s=patience_s,
-                )
-                report["versions"] = sorted(fetched_versions)
-            except (OSError, HolmesError) as error:
-                report["why"] = str(error) or type(error).__name__
-            reports = job_ranks.all_gather(report)
-            errors = [rank_report["why"] for rank_report in reports if "why" in rank_report]
-            if errors:
-                return errors[0]
-            versions = {version for rank_report in reports for version in rank_report["versions"]}
-            if any(version < least_version for version in versions):
-                # No reason to try again: the donor has already waited for this version.
-                return f"it has fragment {index} of round {min(versions)}, not {least_version}"
-            if len(versions) == 1:
-                store(fragment, versions.pop(), anchor, momentum)
-                break
-        else:  # all tries failed
-            return f"fragment {index} was stepped each time while it was read"
+    with DonorConnections(donor, patience_s) as connections:
+        for index, least_version in wanted.items():
+            why = _take_fragment(
+                state.fragments[index],
+                index,
+                least_version,
+                donor=donor,
+                connections=connections,
+                job_ranks=job_ranks,
+                patience_s=patience_s,
+                store=store,
+                tensors=tensors,
+            )
+            if why:
+                return why
     return ""
+
+
+def _take_fragment(
+    fragment: Fragment,
+    index: int,
+    least_version: int,
+    donor: Donor,
+    connections: DonorConnections,
+    job_ranks: JobRanks,
+    patience_s: float,
+    store: Store,
+    tensors: Sequence[str],
+) -> str:
+    """Take one fragment from a donor on all ranks of this job, and store it; collective.
+
+    Args:
+        fragment: The fragment.
+        index: Its index.
+        least_version: Least version that the fragment must have.
+        donor: The job that has it.
+        connections: Connections of this rank to the donor's ranks.
+        job_ranks, patience_s, store, tensors: As those of take_fragments().
+
+    Returns:
+        "", or why the fragment could not be taken.
+    """
+    for _ in range(_TRIES):
+        taken: dict[str, torch.Tensor] = {}  # to fill with this rank's elements
+        if ANCHOR in tensors:
+            taken[ANCHOR] = torch.empty_like(fragment.anchor)
+        if MOMENTUM in tensors and fragment.momentum is not None:
+            taken[MOMENTUM] = torch.empty_like(fragment.momentum)
+        report: dict[str, Any] = {}
+        try:
+            fetched_versions = _fetch(
+                fragment,
+                index,
+                least_version,
+                taken=taken,
+                donor=donor,
+                connections=connections,
+                rank=job_ranks.rank,
+                patience_s=patience_s,
+            )
+            report["versions"] = sorted(fetched_versions)
+        except (OSError, HolmesError) as error:
+            report["why"] = str(error) or type(error).__name__
+        reports = job_ranks.all_gather(report)
+        errors = [rank_report["why"] for rank_report in reports if "why" in rank_report]
+        if errors:
+            return errors[0]
+        versions = {version for rank_report in reports for version in rank_report["versions"]}
+        if any(version < least_version for version in versions):
+            # No reason to try again: the donor has already waited for this version.
+            return f"it has fragment {index} of round {min(versions)}, not {least_version}"
+        if len(versions) == 1:
+            store(fragment, versions.pop(), taken.get(ANCHOR), taken.get(MOMENTUM))
+            return ""
+    return f"fragment {index} was stepped each time while it was read"
 
 
 def _fetch(
     fragment: Fragment,
     index: int,
     least_version: int,
-    anchor: torch.Tensor,
-    momentum: torch.Tensor | None,
+    taken: Mapping[str, torch.Tensor],
     donor: Donor,
+    connections: DonorConnections,
     rank: int,
     patience_s: float,
 ) -> set[int]:
-    """Copy this rank's elements of a fragment's anchor and momentum from an up-to-date job.
+    """Copy this rank's elements of a fragment's anchor, momentum or both from an up-to-date job.
 
     Args:
         fragment: The fragment, which is not changed.
         index: Its index.
         least_version: The donor answers when it has this version (round of the last outer step) or
             a later one.
-        anchor: Tensor to fill with the weights after the last outer step.
-        momentum: Tensor to fill; None: the outer optimizer has no momentum.
+        taken: ANCHOR, MOMENTUM or both -> tensor to fill.
         donor: The up-to-date job.
+        connections: Connections to its ranks.
         rank: This rank.
-        patience_s: Seconds for a connection or an answer.
+        patience_s: Seconds for an answer.
 
     Returns:
         Versions of the elements that were read: several if the donor took a step in between, none
@@ -277,28 +375,22 @@ def _fetch(
             pieces_of.setdefault(piece.owners["theirs"], []).append(piece)
     versions: set[int] = set()
     for donor_rank, pieces in pieces_of.items():
-        deadline = Deadline(patience_s, "calling the donor")
-        channel = donor.routes.dial(donor.peers[donor_rank], {"purpose": "fetch"}, deadline)
-        try:
-            for piece in pieces:
-                place = fragment.places(piece.start, piece.stop)  # slice of this rank's elements
-                parts = [anchor[place]]
-                if momentum is not None:
-                    parts.append(momentum[place])
-                version = _read(
-                    channel,
-                    index,
-                    least_version,
-                    start=piece.start,
-                    stop=piece.stop,
-                    parts=parts,
-                    patience_s=patience_s,
-                )
-                versions.add(version)
-                if version < least_version:  # too old to be of use, so the rest is not read
-                    return versions
-        finally:
-            channel.close()
+        channel = connections.to(donor_rank)
+        for piece in pieces:
+            place = fragment.places(piece.start, piece.stop)  # slice of this rank's elements
+            parts = {name: tensor[place] for name, tensor in taken.items()}
+            version = _read(
+                channel,
+                index,
+                least_version,
+                start=piece.start,
+                stop=piece.stop,
+                parts=parts,
+                patience_s=patience_s,
+            )
+            versions.add(version)
+            if version < least_version:  # too old to be of use, so the rest is not read
+                return versions
     return versions
 
 
@@ -308,7 +400,7 @@ def _read(
     least_version: int,
     start: int,
     stop: int,
-    parts: Sequence[torch.Tensor],
+    parts: Mapping[str, torch.Tensor],
     patience_s: float,
 ) -> int:
     """Copy a range of elements of a fragment from a rank of an up-to-date job (donor).
@@ -320,7 +412,7 @@ def _read(
             a later one.
         start: First element.
         stop: Element after the last.
-        parts: Tensors to fill: the anchor, and the momentum if there is one.
+        parts: ANCHOR, MOMENTUM or both -> tensor to fill.
         patience_s: Seconds for the answer (more for many bytes).
 
     Returns:
@@ -329,18 +421,17 @@ def _read(
     Raises:
         ConnectionError: The answer has another size, or is not finite.
     """
-    buffers = [bytes_of(part) for part in parts]
-    expected_sizes = [len(buffer) for buffer in buffers]
+    # The donor sends the anchor first.
+    buffers = [bytes_of(parts[name]) for name in (ANCHOR, MOMENTUM) if name in parts]
+    expected_sizes = [parts[name].nbytes if name in parts else 0 for name in (ANCHOR, MOMENTUM)]
     deadline = Deadline.for_bytes(patience_s, sum(expected_sizes), "taking weights")
-    channel.send(
-        {"fragment": index, "version": least_version, "start": start, "stop": stop}, deadline
-    )
+    elements = {"fragment": index, "version": least_version, "start": start, "stop": stop}
+    channel.send({**elements, "tensors": list(parts)}, deadline)
     answer = Table(channel.receive(deadline), "what a donor gives")
-    sizes = [answer.take("anchor", int), answer.take("momentum", int)]  # in bytes
-    unexpected_sizes = sizes[len(buffers) :]  # of a momentum that this job does not have
-    if sizes[: len(buffers)] != expected_sizes or any(unexpected_sizes):
+    sizes = [answer.take(ANCHOR, int), answer.take(MOMENTUM, int)]  # in bytes
+    if sizes != expected_sizes:
         raise ConnectionError(f"{sizes} bytes came instead of {expected_sizes}")
     channel.receive_bytes(buffers, deadline)
-    if not all(bool(part.isfinite().all()) for part in parts):
+    if not all(bool(part.isfinite().all()) for part in parts.values()):
         raise ConnectionError("its weights are not finite")
     return answer.take("version", int)

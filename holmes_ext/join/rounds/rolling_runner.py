@@ -91,6 +91,8 @@ class RollingRunner(RoundRunner):
     def _run(self) -> None:
         """Ask for rounds until training ends."""
         try:
+            self.taker.take_momenta()
+            self.taker.wait_for_momenta()  # raises the error that take_momenta() met
             while self._collect_submitted():
                 self._request_round()
         except BaseException as error:  # noqa: BLE001 - raised where the training thread waits

@@ -12,7 +12,7 @@ training. For each of them, the rounds threads of all ranks of the job do the fo
 4. All ranks: compute salted digests of the received data and the factors of the aggregate. Rank 0: send
    "checked" and broadcast the verdict: "commit", "check" again without some jobs, or "go".
 5. On "commit": aggregate the pseudo-gradients, and leave the outer step to the training thread as pending.
-6. On "behind": take the named fragments from another job (peers/take.py).
+6. On "behind": take the named fragments from another job (taking.py).
 Any other verdict ends the round as void, and nothing changes.
 
 Invariant: every decision comes from rank 0's broadcast or from an all-reduce, so all ranks of the job end
@@ -34,7 +34,6 @@ import torch
 from holmes_ext.join.codecs import codec_of
 from holmes_ext.join.peers.exchange import Attempt
 from holmes_ext.join.peers.links import PeerLinks, PeersFailed
-from holmes_ext.join.peers.take import Donor, take_fragments
 from holmes_ext.join.rounds.aggregate import coefficients, combine, products, square_of
 from holmes_ext.join.rounds.coordinator_link import (
     Claims,
@@ -46,6 +45,7 @@ from holmes_ext.join.rounds.coordinator_link import (
 )
 from holmes_ext.join.rounds.in_flight import InFlight, RoundResult
 from holmes_ext.join.rounds.screening import Screening
+from holmes_ext.join.rounds.taking import WeightTaker
 from holmes_ext.join.settings import OuterSettings
 from holmes_ext.join.shards.job_ranks import JobRanks
 from holmes_ext.join.shards.ownership import RankRange, shared_ranges
@@ -110,6 +110,9 @@ class RoundRunner:
         self.number = 0  # last round that this job knows of
         # Versions and checksums of this job's fragments, for reports to the coordinator.
         self.claims = Claims(state, job_ranks)
+        self.taker = WeightTaker(
+            settings, state, ranges, job_ranks, links.routes, self.remote, self.claims
+        )
         self._screening = Screening(settings.aggregate)  # finds received data that cannot be used
         # Pseudo-gradients that the training thread has submitted. None ends the thread.
         self._inbox: queue.SimpleQueue[InFlight | None] = queue.SimpleQueue()
@@ -161,7 +164,7 @@ class RoundRunner:
             self.claims.renew(self._versions())
             verdict = self.coordinator.ask("enter", {})
             if verdict["verdict"] == "behind":
-                result = self.take_weights(verdict)
+                result = self.taker.take_to_begin(verdict)
             elif verdict["verdict"] == "in":
                 result = RoundResult("in", int(verdict["round"]))
             else:
@@ -191,6 +194,7 @@ class RoundRunner:
 
     def _run(self) -> None:
         """Run a round for each submitted pseudo-gradient, until None is submitted."""
+        self.taker.take_momenta()
         while (in_flight := self._inbox.get()) is not None:
             try:
                 in_flight.ended.set_result(self._round(in_flight))
@@ -200,6 +204,7 @@ class RoundRunner:
     def _round(self, in_flight: InFlight) -> RoundResult:
         """Exchange a submitted pseudo-gradient; return the round's result; collective."""
         begin = time.monotonic()
+        self.taker.wait_for_momenta()  # take_momenta() has ended: this raises its error
         sent_before = self.links.sent
         fragment = self.state.fragments[in_flight.fragment]
         momentum_square = 0.0
@@ -468,33 +473,9 @@ class RoundRunner:
         )
 
     def take_weights(self, verdict: Verdict) -> RoundResult:
-        """Take fragments from another job, as the verdict "behind" says; collective.
-
-        Returns:
-            A result with verdict "taken", or "void" with the reason.
-        """
-        name = str(verdict["from"])
-        number = int(verdict["round"])
-        fragments = map(int, verdict["fragments"])
-        versions = map(int, verdict["versions"])
-        wanted = dict(zip(fragments, versions))  # fragment -> least version
-        found = self.remote.find({name: str(verdict["incarnation"])})
-        if found.missing:
-            why = f"job {name}, which has newer weights, is gone again"
-            return RoundResult("void", number, why)
-        donor_job = found.jobs[name]
-        donor = Donor(self.ranges, donor_job.ranges, donor_job.peers, self.links.routes)
+        """Take fragments from another job, as the verdict "behind" says; collective."""
         # With rounds=async, training goes on meanwhile. So the weights are queued until training
         # takes them (add_replacement). Otherwise training waits for this round: replace at once.
-        is_concurrent = self.settings.rounds == "async" and self.running
+        is_concurrent = self.settings.rounds == "async"
         store = self.state.add_replacement if is_concurrent else self.state.replace
-        why = take_fragments(
-            self.state, wanted, donor, self.job_ranks, self.settings.timeout, store
-        )
-        for fragment in wanted:  # even after a failure: some may have been taken before it
-            self.claims.forget(fragment)  # stored checksum
-        if why:
-            self.remote.forget([name])
-            why = f"the weights of job {name} could not be taken: {why}"
-            return RoundResult("void", number, why)
-        return RoundResult("taken", number, source=name, fragments=list(wanted))
+        return self.taker.take(verdict, store)

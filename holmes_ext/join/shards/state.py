@@ -66,14 +66,18 @@ class Fragment:
     matrices: Matrices = Matrices()  # weight matrices in the anchor, for algorithms that need them
     version: int = 0  # round of the last outer step
     pending: list[Pending] = field(default_factory=list)  # steps to take, oldest first
+    #: The anchor is another job's, and its momentum has not arrived yet.
+    lacks_momentum: bool = False
 
     @property
     def copy_version(self) -> int:
         """Return the version of a copy that this rank can give to another job now.
 
         Pending steps are applied to the copy, unless a step needs other ranks of the job. So it is the
-        version after all pending steps, or else the current one.
+        version after all pending steps, or else the current one. 0: there is nothing to give.
         """
+        if self.lacks_momentum:
+            return 0
         return self.version if self.matrices.needs_others else self.version_after_pending
 
     @property
@@ -223,6 +227,7 @@ class OuterState:
             elif fragment.residual is not None and pending.replaces:
                 fragment.residual.zero_()  # the rounding errors belonged to the old anchor
             fragment.version = pending.number
+            fragment.lacks_momentum = False  # replace_anchor() then sets it
 
     def _step(
         self,
@@ -289,8 +294,55 @@ class OuterState:
             # applied.
             return FragmentCopy(fragment.copy_version, anchor, momentum)
 
+    def replace_anchor(
+        self,
+        fragment: Fragment,
+        version: int,
+        anchor: torch.Tensor | None,
+        momentum: torch.Tensor | None = None,
+    ) -> None:
+        """Replace a fragment's anchor by that of another job; add_momentum() completes the fragment.
+
+        Training can begin with the anchors. No outer step may be taken before the momentum is there.
+        """
+        self.replace(fragment, version, anchor, momentum)
+        fragment.lacks_momentum = True
+
+    def add_momentum(
+        self,
+        fragment: Fragment,
+        version: int,
+        anchor: torch.Tensor | None,
+        momentum: torch.Tensor | None,
+    ) -> None:
+        """Store the momentum that belongs to an anchor of replace_anchor().
+
+        It is dropped if it has another version: the other job has taken an outer step in between.
+        """
+        with self.lock:
+            if version == fragment.version and fragment.momentum is not None:
+                assert momentum is not None
+                fragment.momentum.copy_(momentum)
+                fragment.lacks_momentum = False
+
+    def give_up_incomplete(self) -> None:
+        """Give fragments whose momentum did not come version 0, so that the job takes them again.
+
+        If no other job is left, the job goes on with their anchors, as if its run began with them.
+        """
+        with self.lock:
+            for fragment in self.fragments:
+                if fragment.lacks_momentum and fragment.momentum is not None:
+                    fragment.momentum.zero_()
+                    fragment.version = 0
+                    fragment.lacks_momentum = False
+
     def replace(
-        self, fragment: Fragment, version: int, anchor: torch.Tensor, momentum: torch.Tensor | None
+        self,
+        fragment: Fragment,
+        version: int,
+        anchor: torch.Tensor | None,
+        momentum: torch.Tensor | None,
     ) -> None:
         """Replace a fragment's anchor and momentum by those of another job, immediately.
 
@@ -308,7 +360,11 @@ class OuterState:
         self.apply(fragment)
 
     def add_replacement(
-        self, fragment: Fragment, version: int, anchor: torch.Tensor, momentum: torch.Tensor | None
+        self,
+        fragment: Fragment,
+        version: int,
+        anchor: torch.Tensor | None,
+        momentum: torch.Tensor | None,
     ) -> None:
         """Queue another job's anchor and momentum, which training will take for a fragment later.
 
@@ -321,6 +377,7 @@ class OuterState:
             anchor: This rank's elements of the other job's anchor.
             momentum: The same elements of its momentum; None: the algorithm has none.
         """
+        assert anchor is not None
         with self.lock:
             fragment.pending.append(Pending(version, anchor, replaces=True, momentum=momentum))
 

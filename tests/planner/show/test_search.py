@@ -19,7 +19,17 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 CLUSTER = str(EXAMPLES / "clusters" / "two_clusters_4.toml")
 MODEL = str(EXAMPLES / "models" / "deepspeed_demo.toml")
 # No search ends by the clock, however busy the machine is.
-SEARCH = ["plan", "--cluster", CLUSTER, "--model", MODEL, "--seconds", "600", "--global-batch", "16"]
+SEARCH = [
+    "plan",
+    "--cluster",
+    CLUSTER,
+    "--model",
+    MODEL,
+    "--seconds",
+    "600",
+    "--global-batch",
+    "16",
+]
 GPT = (
     "pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64 "
     "--micro-batch-size 1 --global-batch-size 16"

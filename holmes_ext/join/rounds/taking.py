@@ -1,0 +1,131 @@
+"""Taking of fragments from another job whose weights are newer, on all ranks of this job at once.
+
+The coordinator's verdict "behind" names the other job (the donor), the fragments, and their versions. A
+fragment has an anchor (weights after the last outer step) and mostly a momentum, as long as the anchor:
+
+    at the start of a job    take_to_begin()     the main thread takes the anchors, with which training begins
+                             take_momenta()      the rounds thread takes the momenta while the first inner
+                                                 steps run. No outer step needs them earlier
+    later                    take()              anchors and momenta together
+
+So a restarted job trains again after half of the bytes. If the donor takes an outer step in between, the
+momentum does not belong to the anchor: the fragment gets version 0, and the job takes it again in its first
+round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from holmes_ext.join.peers.routes import Routes
+from holmes_ext.join.peers.take import ANCHOR, MOMENTUM, Donor, Store, take_fragments
+from holmes_ext.join.rounds.coordinator_link import Claims, RemoteJobs, Verdict
+from holmes_ext.join.rounds.in_flight import RoundResult
+from holmes_ext.join.settings import OuterSettings
+from holmes_ext.join.shards.job_ranks import JobRanks
+from holmes_ext.join.shards.ownership import RankRange
+from holmes_ext.join.shards.state import OuterState
+
+
+class WeightTaker:
+    """Takes fragments from other jobs for one rank; all ranks of the job call it together."""
+
+    def __init__(
+        self,
+        settings: OuterSettings,
+        state: OuterState,
+        ranges: list[RankRange],
+        job_ranks: JobRanks,
+        routes: Routes,
+        remote: RemoteJobs,
+        claims: Claims,
+    ):
+        """Prepare; nothing is taken yet.
+
+        Args:
+            settings: The --holmes-outer settings.
+            state: Outer state of this rank, whose fragments are replaced.
+            ranges: Elements that each rank of this job exchanges.
+            job_ranks: Collectives over the ranks of this job.
+            routes: Opens connections to ranks of other jobs.
+            remote: Ranks of the other jobs.
+            claims: Checksums of this job's fragments, which are outdated after a replacement.
+        """
+        self._settings = settings
+        self._state = state
+        self._ranges = ranges
+        self._job_ranks = job_ranks
+        self._routes = routes
+        self._remote = remote
+        self._claims = claims
+        self._began_with: Verdict | None = None  # by which anchors without momenta were taken
+        self._momenta_are_here: Future[None] = Future()
+        self._momenta_are_here.set_result(None)  # none is missing
+
+    def take(
+        self, verdict: Verdict, store: Store, tensors: Sequence[str] = (ANCHOR, MOMENTUM)
+    ) -> RoundResult:
+        """Take fragments from another job, as the verdict "behind" says; collective.
+
+        Args:
+            verdict: The coordinator's verdict.
+            store: Stores a fragment that was taken.
+            tensors: Take anchors, momenta or both.
+
+        Returns:
+            A result with verdict "taken", or "void" with the reason.
+        """
+        name = str(verdict["from"])
+        number = int(verdict["round"])
+        fragments = map(int, verdict["fragments"])
+        versions = map(int, verdict["versions"])
+        wanted = dict(zip(fragments, versions))  # fragment -> least version
+        found = self._remote.find({name: str(verdict["incarnation"])})
+        if found.missing:
+            why = f"job {name}, which has newer weights, is gone again"
+            return RoundResult("void", number, why)
+        donor_job = found.jobs[name]
+        donor = Donor(self._ranges, donor_job.ranges, donor_job.peers, self._routes)
+        patience_s = self._settings.timeout
+        why = take_fragments(
+            self._state, wanted, donor, self._job_ranks, patience_s, store, tensors
+        )
+        for fragment in wanted:  # even after a failure: some may have been taken before it
+            self._claims.forget(fragment)  # stored checksum
+        if why:
+            self._remote.forget([name])
+            why = f"the weights of job {name} could not be taken: {why}"
+            return RoundResult("void", number, why)
+        return RoundResult("taken", number, source=name, fragments=list(wanted))
+
+    def take_to_begin(self, verdict: Verdict) -> RoundResult:
+        """Take what training needs for its first step; take_momenta() must follow; collective."""
+        if not self._settings.outer_algorithm().keeps_momentum:
+            return self.take(verdict, self._state.replace)
+        result = self.take(verdict, self._state.replace_anchor, [ANCHOR])
+        if result.verdict == "taken":
+            self._began_with = verdict
+            self._momenta_are_here = Future()
+        return result
+
+    def take_momenta(self) -> None:
+        """Take the momenta that are missing since take_to_begin(), if any; collective."""
+        verdict = self._began_with
+        self._began_with = None
+        if verdict is None:  # a failed attempt to begin may have left anchors
+            self._state.give_up_incomplete()
+            return
+        fragments = [int(index) for index in verdict["fragments"]]
+        versions = [self._state.fragments[index].version for index in fragments]
+        try:
+            self.take({**verdict, "versions": versions}, self._state.add_momentum, [MOMENTUM])
+            self._state.give_up_incomplete()
+        except BaseException as error:  # noqa: BLE001 - raised where the momenta are needed
+            self._momenta_are_here.set_exception(error)
+        else:
+            self._momenta_are_here.set_result(None)
+
+    def wait_for_momenta(self) -> None:
+        """Wait until no fragment lacks its momentum; raise the error that take_momenta() met."""
+        self._momenta_are_here.result()
