@@ -42,13 +42,14 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from harness import Row, Runs, chosen_cases, finish, kept_rows, parser, write
 from holmes_lab import Lab
-from holmes_lab.joined import CLUSTERS, FLOPS, NODES, TOKENS, coordinator, join_flags, start
+from holmes_lab.joined import CLUSTERS, FLOPS, NODES, TOKENS, LabCoordinator, coordinator, start
 
 from holmes_ext.cluster.spec import load_spec
 
@@ -155,6 +156,7 @@ def run(
     directory: Path,
     skip: int,
     steps: int,
+    environment: Mapping[str, str],
 ) -> float:
     """Run jobs at the same time, and return the tokens per second of all jobs together.
 
@@ -163,13 +165,22 @@ def run(
         directory: For the logs of the jobs.
         skip: First steps that are not measured.
         steps: Steps that are measured.
+        environment: Further variables of the jobs.
     """
     running = []  # pairs (number of ranks, job)
     for seed, (name, (nodes, flags)) in enumerate(jobs.items(), start=1):
         log = directory / f"{name}.jsonl"
         words = [*case.batch, *flags]
         job = start(
-            lab, name, nodes, flags=words, steps=skip + steps, seed=seed, log=log, flops=case.flops
+            lab,
+            name,
+            nodes,
+            flags=words,
+            steps=skip + steps,
+            seed=seed,
+            log=log,
+            flops=case.flops,
+            environment=environment,
         )
         running.append((len(nodes), job))
     total = 0.0
@@ -180,26 +191,23 @@ def run(
     return total
 
 
-def jobs_of(case: Case, mode: str, coordinator_address: str, file: Path) -> dict[str, JobRequest]:
+def jobs_of(case: Case, mode: str, meeting: LabCoordinator, file: Path) -> dict[str, JobRequest]:
     """Return the jobs of a mode: name of a job -> its nodes and flags.
 
     Args:
-        case: The case. `outer` says how joined jobs exchange weights (--holmes-outer).
+        case: The case.
         mode: "apart": jobs that do not communicate. "joined": the same jobs, which exchange weights
             through the coordinator. "synchronous": a single job on all nodes.
-        coordinator_address: Where the joined jobs find the coordinator.
+        meeting: The coordinator of the joined jobs.
         file: The cluster file of the case. Only the synchronous job needs it: each other job is
             inside a single cluster.
     """
     if mode == "apart":
-        # No preflight (a test of the connections), as in the joined jobs (join_flags()).
+        # No preflight (a test of the connections), as in the joined jobs (LabCoordinator.flags()).
         alone = ["--holmes", "--holmes-preflight", "off"]
         return {job: JobRequest(nodes, alone) for job, nodes in case.nodes.items()}
     if mode == "joined":
-        return {
-            job: JobRequest(nodes, join_flags(job, coordinator_address, case.outer))
-            for job, nodes in case.nodes.items()
-        }
+        return {job: JobRequest(nodes, meeting.flags(job)) for job, nodes in case.nodes.items()}
     all_nodes = [node for nodes in case.nodes.values() for node in nodes]
     return {"all": JobRequest(all_nodes, ["--holmes", "--holmes-cluster", str(file)])}
 
@@ -226,8 +234,8 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
 
                 def run_jobs(mode: str = mode) -> float:
                     """Run the jobs in one mode, and return their tokens per second."""
-                    with coordinator(lab) as (address, _):
-                        jobs = jobs_of(case, mode, address, file)
+                    with coordinator(lab, case.outer) as meeting:
+                        jobs = jobs_of(case, mode, meeting, file)
                         counts = MeasuredSteps(case.skip, case.steps)
                         if mode == "synchronous" and case.synchronous:
                             counts = case.synchronous  # fewer: its steps take far longer
@@ -238,6 +246,7 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
                             Path(directory),
                             skip=counts.skip,
                             steps=counts.steps,
+                            environment=meeting.environment,
                         )
 
                 rate = runs.of(f"{name}, {mode}, repetition {repetition + 1}", run_jobs)

@@ -39,12 +39,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from harness import Row, Runs, chosen_cases, finish, kept_rows, parser, tell, write
 from holmes_lab import Lab
-from holmes_lab.joined import CLUSTERS, await_, coordinator
+from holmes_lab.joined import CLUSTERS, LabCoordinator, await_, coordinator
 from holmes_lab.process.job import Job
 from peers_job import BATCH, SIZE, evaluate
 
@@ -54,7 +54,6 @@ JOB = str(Path(__file__).with_name("peers_job.py"))
 NODES = {"east": "a0", "west": "b0"}  # job -> its node
 PORT = 29510  # of the server through which the jobs of a library find each other
 TOKENS = BATCH * SIZE["sequence"]
-TOKEN = {"HOLMES_JOIN_TOKEN": "the token of joined jobs in a lab", "OMP_NUM_THREADS": "1"}
 CASES = ("train", "killed")
 #: First steps whose exposed seconds and tokens/s do not count, because the jobs meet in them.
 SKIP = 40
@@ -81,19 +80,27 @@ WAYS = {
 }
 
 
+class Meeting(NamedTuple):
+    """Server through which two jobs find each other."""
+
+    address: str  # "": there is none
+    holmes: LabCoordinator | None = None
+
+
 @contextlib.contextmanager
-def server_of(lab: Lab, library: str, python: str) -> Iterator[str]:
-    """Start the server through which the jobs of a library find each other, and yield its address.
+def server_of(lab: Lab, way: Way, python: str) -> Iterator[Meeting]:
+    """Start the server through which the jobs of a library find each other.
 
     Args:
-        library: "holmes", "torchft", "hivemind" or "none". With "none", the address is "".
+        way: The library and its settings.
         python: Interpreter that has the library.
     """
+    library = way.library
     if library == "holmes":
-        with coordinator(lab) as (where, _):
-            yield where
+        with coordinator(lab, way.settings) as running:
+            yield Meeting(running.address, running)
     elif library == "none":
-        yield ""
+        yield Meeting("")
     else:
         lines: list[str] = []
         address = lab.nodes[0].address  # of the node of the job "east", on which the server runs
@@ -114,7 +121,7 @@ def server_of(lab: Lab, library: str, python: str) -> Iterator[str]:
             # torchft listens at the address that it was given, but announces a URL with a host
             # name. hivemind chooses its address itself: only the announced one is known to be
             # right.
-            yield f"{address}:{PORT}" if library == "torchft" else announced
+            yield Meeting(f"{address}:{PORT}" if library == "torchft" else announced)
         finally:
             job.kill()
             job.wait()
@@ -127,7 +134,7 @@ class Run:
     lab: Lab
     python: str  # interpreter that has the library
     way: Way
-    server: str  # address of the server through which the jobs find each other
+    server: Meeting  # through which the jobs find each other
     folder: Path  # for the files of the jobs
     args: Any  # options of this program
     seed: int
@@ -141,9 +148,9 @@ class Run:
             name: "east" or "west".
             steps: Number of training steps.
         """
-        settings = self.way.settings
-        if self.log(name).exists():  # the job was killed: it must not wait for the other one
-            settings = settings.replace("min=2", "min=1")
+        holmes = self.server.holmes
+        # The settings of holmes are those of its coordinator.
+        settings = self.way.settings if holmes is None else ""
         command = [
             self.python,
             JOB,
@@ -152,7 +159,7 @@ class Run:
             "--name",
             name,
             "--where",
-            self.server,
+            self.server.address,
             "--settings",
             settings,
             "--seed",
@@ -168,7 +175,10 @@ class Run:
         ]
         address = next(node.address for node in self.lab.nodes if node.name == NODES[name])
         # The libraries' sockets, and gloo in torchft, must use the NIC between the clusters.
-        env = {**TOKEN, "PEERS_ADDRESS": address, "GLOO_SOCKET_IFNAME": "eth0"}
+        env = {"OMP_NUM_THREADS": "1", "PEERS_ADDRESS": address, "GLOO_SOCKET_IFNAME": "eth0"}
+        if holmes is not None:
+            command += ["--invitation", str(holmes.invitation(name))]
+            env |= holmes.environment
         return self.lab.start(command, order=[NODES[name]], env=env, timeout=900)
 
     def log(self, name: str) -> Path:
@@ -279,7 +289,7 @@ def run_once(case: str, lab: Lab, python: str, way: Way, seed: int, args: Any) -
     """
     with (
         tempfile.TemporaryDirectory() as directory,
-        server_of(lab, way.library, python) as server,
+        server_of(lab, way, python) as server,
     ):
         run = Run(
             lab,

@@ -7,7 +7,7 @@
 
 --settings depends on the library:
 
-    holmes      a value of --holmes-outer, such as min=2,timeout=20
+    holmes      nothing: the coordinator has the settings
     torchft     such as sync_every=20,fragments=1,delay=0,lr=0.7,momentum=0.9
     hivemind    such as steps=32
 
@@ -235,7 +235,9 @@ def train(args: argparse.Namespace) -> None:
     if args.library == "holmes":
         import holmes_ext
 
-        holmes_ext.enable(join=f"{args.name}@{args.where}", outer=args.settings, preflight="off")
+        holmes_ext.enable(
+            join=f"{args.name}@{args.where}", join_invitation=args.invitation, preflight="off"
+        )
     gpt = model()
     data, _ = text()
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=LR)
@@ -277,6 +279,7 @@ def main() -> None:
     add("--name", default="east", help="name of the job among the joined jobs")
     add("--where", default="", help="address of the server at which the jobs meet")
     add("--settings", default="", help="settings of the library: NAME=VALUE,...")
+    add("--invitation", default="", help="holmes: file with the invitation of the job")
     add("--seed", type=int, default=1, help="seed of the order of the text")
     add("--steps", type=int, default=200)
     add(

@@ -22,8 +22,6 @@ VARIABLES = {
     "HOLMES_NODE": "the name of this node, in place of its host name",
     "HOLMES_SYSFS": "root of the /sys tree to read NICs from; `holmes lab` sets it",
 }
-#: Removed option -> advice to follow instead.
-REMOVED = {"apart": "run joined jobs instead (docs/joined.md)"}
 PARTITIONS = ("uniform", "speed", "balanced")
 #: End of the value of --holmes-profile that ends the job when the profile is written.
 STOP = ",stop"
@@ -399,8 +397,8 @@ def _refuse_old_name(name: str, written: Callable[[str], str]) -> None:
     Raises:
         HolmesError: the option was removed or renamed. The message has the way out.
     """
-    if name in REMOVED:
-        raise HolmesError(f"{written(name)} was removed; {REMOVED[name]}")
+    if name in words.REMOVED_OPTIONS:
+        raise HolmesError(f"{written(name)} was removed; {words.REMOVED_OPTIONS[name]}")
     if name in words.RENAMED_OPTIONS:
         raise HolmesError(f"{written(name)} is called {written(words.RENAMED_OPTIONS[name])} now")
 
@@ -413,7 +411,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     Raises:
         HolmesError: the variable of a removed or renamed option is set.
     """
-    for name in (*REMOVED, *words.RENAMED_OPTIONS):
+    for name in (*words.REMOVED_OPTIONS, *words.RENAMED_OPTIONS):
         if environ.get(variable(name)):
             _refuse_old_name(name, written=variable)
     values = {}
@@ -434,7 +432,7 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
         HolmesError: a flag is unknown, removed or renamed, lacks its value, or is given twice.
     """
     by_flag = _by_flag()
-    old_names = {flag(name): name for name in (*REMOVED, *words.RENAMED_OPTIONS)}
+    old_names = {flag(name): name for name in (*words.REMOVED_OPTIONS, *words.RENAMED_OPTIONS)}
     values = from_environment(environ)  # name of an option, e.g. "cluster" -> its value
     seen: set[str] = set()  # flags so far
     rest: list[str] = []  # arguments of the script

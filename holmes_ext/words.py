@@ -14,6 +14,14 @@ V = TypeVar("V")
 
 # Names that changed before the first release. An old name is rejected with a message that gives the new one.
 
+_INVITED = "run `holmes join invite NAME --output FILE`, and give --holmes-join-invitation FILE"
+#: Option that was removed -> what to do instead.
+REMOVED_OPTIONS = {
+    "apart": "run joined jobs instead (docs/joined.md)",
+    "join_plain": "all traffic between joined jobs is encrypted",
+    "join_token": _INVITED,
+    "join_token_file": _INVITED,
+}
 #: Old name of an option -> its new name, as keywords of `holmes_ext.enable`. The names of flags and
 #: environment variables follow from them.
 RENAMED_OPTIONS = {

@@ -3,17 +3,25 @@ this process."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from ranks import seeded
 from torch import nn
 
-from holmes_ext.join.address import JoinAddress, JoinPlace, PortRange, incarnation_of, ticket
+from holmes_ext.join.address import JoinAddress, JoinPlace, PortRange
 from holmes_ext.join.coordinator.server import CoordinatorServer
+from holmes_ext.join.identity.job_certificate import JobCertificate
+from holmes_ext.join.identity.run_folder import RunFolder, ServedRun
 from holmes_ext.join.join import join
 from holmes_ext.join.loop import OuterLoop, Record
 from holmes_ext.join.peers.links import PeerLinks
@@ -21,17 +29,69 @@ from holmes_ext.join.peers.listening import open_port
 from holmes_ext.join.peers.routes import Peer, RankIdentity, Routes
 from holmes_ext.join.settings import OuterSettings
 from holmes_ext.join.shards.weights import Part, Tensor, Weights, tensor_starts
+from holmes_ext.join.sockets.certificates import make_key, make_request
 from holmes_ext.join.sockets.handshake import Credentials
 from holmes_ext.runtime.sockets import address_text
 
-TOKEN = "a token for these tests"
+_MARK = ".holmes-tests"
+
+
+def _use_temporary_state_home() -> None:
+    """Keep certificates of tests in a temporary folder, which processes that tests start inherit."""
+    if os.environ.get("XDG_STATE_HOME", "").endswith(_MARK):
+        return  # the process was started by a test
+    home = tempfile.mkdtemp(suffix=_MARK)
+    os.environ["XDG_STATE_HOME"] = home
+    owner = os.getpid()
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(home, ignore_errors=True))
+
+
+_use_temporary_state_home()
+
+
+def run_at(port: int, name: str = "") -> RunFolder:
+    """Return the run of the coordinator on a port of loopback; with a name: another run, of another CA."""
+    folder = RunFolder.of_port(os.environ, port)
+    run = RunFolder(Path(f"{folder.path}-{name}")) if name else folder
+    run.make()
+    return run
+
+
+def served_run(port: int) -> ServedRun:
+    """Return the run on a port of loopback, as CoordinatorServer takes it."""
+    return run_at(port).served()
+
+
+@lru_cache(maxsize=4096)
+def certificate_of(job: str, run: RunFolder) -> JobCertificate:
+    """Return the certificate of a job in a run."""
+    key = make_key()
+    invitation = run.invite(job, "")
+    issued = run.redeem(job, invitation.secret, make_request(key))
+    return JobCertificate(key, issued.certificate, issued.authority, invitation.digest)
+
+
+def credentials_of(job: str, port: int, run: str = "") -> Credentials:
+    """Return the credentials of a job for the coordinator on a port of loopback.
+
+    Args:
+        run: Name of another run (see run_at()).
+    """
+    return _credentials_of(job, run_at(port, run))
+
+
+@lru_cache(maxsize=4096)
+def _credentials_of(job: str, run: RunFolder) -> Credentials:
+    return certificate_of(job, run).credentials()
 
 
 @contextlib.contextmanager
-def coordinator(port: int = 0, token: str = TOKEN) -> Iterator[CoordinatorServer]:
+def coordinator(
+    port: int = 0, settings: OuterSettings | None = None, host: str = "127.0.0.1"
+) -> Iterator[CoordinatorServer]:
     """A coordinator on loopback; `told` are its events."""
     told: list[str] = []
-    server = CoordinatorServer("127.0.0.1", port, Credentials(token), told.append)
+    server = CoordinatorServer(host, port, served_run, told.append, settings=settings)
     server.told = told
     thread = threading.Thread(target=server.serve, daemon=True)
     thread.start()
@@ -51,9 +111,9 @@ def weights_of(model: torch.nn.Module) -> Weights:
     return Weights("all", tensors, [Part(starts[name], value.view(-1)) for name, value in named])
 
 
-def place_at(job: str, port: int, ports: PortRange = PortRange(), token: str = TOKEN) -> JoinPlace:
+def place_at(job: str, port: int, ports: PortRange = PortRange(), run: str = "") -> JoinPlace:
     """On loopback. port: the coordinator's."""
-    return JoinPlace(JoinAddress(job, "127.0.0.1", port), Credentials(token), ports)
+    return JoinPlace(JoinAddress(job, "127.0.0.1", port), credentials_of(job, port, run), ports)
 
 
 def joined_of(
@@ -128,9 +188,9 @@ def plain_sgd(rank, rows, steps):
 class Rank:
     """One rank of a job. port: the coordinator's; listens: others can call it; serve: what it does then."""
 
-    def __init__(self, job, port=1, listens=True, token=TOKEN, serve=None):
-        self.identity = RankIdentity(job, incarnation_of(f"secret-of-{job}"), 0, f"secret-of-{job}")
-        place = place_at(job, port, PortRange() if listens else PortRange(None), token)
+    def __init__(self, job, port=1, listens=True, run="", serve=None):
+        self.identity = RankIdentity(job, f"incarnation-of-{job}", 0)
+        place = place_at(job, port, PortRange() if listens else PortRange(None), run)
         listening = open_port(place, 0)
         address = address_text("127.0.0.1", listening.getsockname()[1]) if listens else ""
 
@@ -139,8 +199,8 @@ class Rank:
 
         self.links = PeerLinks(job, routes, serve or (lambda channel, purpose: channel.close()))
 
-    def as_seen_by(self, other):
-        """With the ticket that the coordinator would give."""
-        one, two = self.identity, other.identity
-        shown = ticket(one.secret, two.job, two.incarnation)
-        return Peer(one.job, one.incarnation, one.rank, self.links.address, shown)
+    @property
+    def peer(self):
+        """As other ranks know it."""
+        identity = self.identity
+        return Peer(identity.job, identity.incarnation, identity.rank, self.links.address)

@@ -35,21 +35,17 @@ EXTENSION = Extension(
         Option(
             "join",
             "NAME@HOST:PORT: train one model together with other jobs, each on its own cluster; NAME of this "
-            "job, and address of `holmes join serve`, whose token is in HOLMES_JOIN_TOKEN or "
-            "HOLMES_JOIN_TOKEN_FILE",
+            "job, and address of `holmes join serve`",
         ),
         Option(
-            "join_plain",
-            "on: do not encrypt the traffic of joined jobs; anyone on the path can read the weights and the "
-            "names of jobs (changes on the path are detected). off (default): TLS 1.3 between hosts (extra "
-            "`join`)",
-            default="off",
-            choices=("off", "on"),
+            "join_invitation",
+            "FILE: invitation of this job from `holmes join invite`, used at its first start; not needed on "
+            "the host of `holmes join serve`",
         ),
         Option(
             "join_certificate",
-            "FILE: PEM with a certificate of your CA for this job, its chain and its key (default: a "
-            "certificate made at start, bound to the token)",
+            "FILE: PEM with a certificate of your own CA that has this job's name, its chain and its key "
+            "(default: `holmes join serve` is the CA)",
         ),
         Option(
             "join_ca",
@@ -66,13 +62,11 @@ EXTENSION = Extension(
         ),
         Option(
             "outer",
-            "every=32,fragments=4,delay=5,lr=1,momentum=auto,compress=bf16,...: settings of the outer steps "
-            "of joined jobs (docs/joined.md)",
+            "timeout=60,part=0/1: this job's own settings of joined training; all others are those of "
+            "`holmes join serve --outer` (docs/joined.md)",
         ),
     ),
     variables={
-        "HOLMES_JOIN_TOKEN": "the token of `holmes join serve`",
-        "HOLMES_JOIN_TOKEN_FILE": "a file that contains the token",
         "HOLMES_JOIN_PORT": "the port on which local rank 0 listens for other joined jobs; rank n listens on "
         "the n-th port after it",
     },

@@ -1,4 +1,4 @@
-"""Parsing of --holmes-join and of the flags for ports; names of jobs, and proofs of their identity.
+"""Parsing of --holmes-join and of the flags for ports; names of jobs.
 
     --holmes-join           NAME@HOST:PORT: name of this job, and address of the coordinator
     --holmes-join-ports     ports on which this job's ranks listen: PORT, FIRST-LAST, "any" (a free
@@ -14,8 +14,6 @@ Needs no torch.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.sockets.channel import Channel
-from holmes_ext.join.sockets.handshake import Credentials, call, connect
+from holmes_ext.join.sockets.handshake import Credentials, call
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import is_loopback, split_address
 
@@ -79,9 +77,11 @@ class JoinPlace:
 
         Raises:
             OSError: The coordinator was not reached before the deadline.
-            Refused: The coordinator rejected this job.
+            Refused: The coordinator rejected this job, or another process answers at its address.
         """
-        return call(self.address.host, self.address.port, self.credentials, purpose, deadline)
+        name = self.credentials.coordinator_name(self.address.host)
+        host, port = self.address.host, self.address.port
+        return call(host, port, self.credentials, name, purpose, deadline)
 
 
 def is_name(text: str) -> bool:
@@ -108,36 +108,6 @@ def parse_address(text: str) -> JoinAddress:
         raise HolmesError(
             f"--holmes-join: {text!r:.200} is not NAME@HOST:PORT, {example}"
         ) from None
-
-
-def incarnation_of(secret: str) -> str:
-    """Return the public name of one start of a job: a hash of its secret.
-
-    Only a process with the secret can prove that it belongs to this start.
-    """
-    return hashlib.sha256(f"holmes_ext incarnation {secret}".encode()).hexdigest()[:32]
-
-
-def ticket(secret: str, job: str, incarnation: str) -> str:
-    """Return the ticket with which a job proves its identity to the ranks of another job.
-
-    Args:
-        secret: Secret of the called job's start, which only that job and the coordinator have.
-        job: The calling job.
-        incarnation: Its start.
-    """
-    return hmac.new(secret.encode(), f"{job} {incarnation}".encode(), "sha256").hexdigest()
-
-
-def is_reachable(host: str, port: object) -> bool:
-    """Return whether a port of the host accepts TCP connections from here."""
-    if not isinstance(port, int) or not 0 < port < _PORTS:
-        return False
-    try:
-        connect(host, port, Deadline(_CALL_BACK_S, "calling back")).close()
-    except OSError:
-        return False
-    return True
 
 
 def is_loopback_address(address: str) -> bool:

@@ -1,4 +1,4 @@
-"""`holmes join serve` and `holmes join status`: the coordinator of joined jobs, and the state of their run.
+"""`holmes join serve`, `invite`, `revoke` and `status`: the coordinator of joined jobs, and their run.
 
 Joined jobs train one model together, each on its own cluster (docs/joined.md).
 """
@@ -9,31 +9,40 @@ import argparse
 import json
 import os
 import resource
+import socket
 import sys
 import time
-from importlib.util import find_spec
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 from holmes_ext import extensions
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.address import PORT
+from holmes_ext.join.address import PORT, JoinAddress
 from holmes_ext.join.coordinator.client import ask_status
 from holmes_ext.join.coordinator.relay import PeerRelay
 from holmes_ext.join.coordinator.server import CoordinatorServer
-from holmes_ext.join.sockets.certificates import MISSING
+from holmes_ext.join.identity.job_certificate import kept_certificates, run_on_this_host
+from holmes_ext.join.identity.private_files import write_private
+from holmes_ext.join.identity.run_folder import RunFolder, ServedRun
+from holmes_ext.join.settings import OuterSettings, parse_outer
 from holmes_ext.join.sockets.handshake import Credentials, printable
-from holmes_ext.join.token import exposure_of, served_token, token_from, warning_of
-from holmes_ext.runtime.sockets import split_address
+from holmes_ext.options import from_environment
+from holmes_ext.runtime.sockets import address_text, split_address
 from holmes_ext.units import format_rate
+from holmes_ext.words import counted, why
 
 _EPILOG = """\
-  holmes join serve              on a host that all clusters reach; prints where the run's token is
-  HOLMES_JOIN_TOKEN=... COMMAND --holmes --holmes-join east@HOST:PORT
-                                 in each cluster, with another name
-  holmes join status HOST:PORT   needs the token on other hosts than that of `serve`
+  holmes join serve --outer every=64   on a host that all clusters reach
+  holmes join invite east --output FILE
+                                       there; FILE then goes to the host of rank 0 of job east
+  COMMAND --holmes --holmes-join east@HOST:PORT --holmes-join-invitation FILE
+                                       in each cluster, with another name
+  holmes join status HOST:PORT         on the host of `serve`, or where a job of this user has joined
+  holmes join revoke east              on the host of `serve`
 
-Encrypted between hosts (TLS 1.3). Ports, directions and firewalls: docs/joined_network.md.
+All traffic is encrypted (TLS 1.3). Ports, directions and firewalls: docs/joined_network.md.
 """
 COLUMNS = (
     Column("job"),
@@ -94,6 +103,45 @@ def add_parser(subparsers: Any) -> None:
         help="gigabytes to relay between ranks that cannot reach each other, in all (0: none; "
         "default: no limit)",
     )
+    serve.add_argument(
+        "--outer",
+        metavar="SETTINGS",
+        default="",
+        help="settings of the run for all jobs, such as every=64,fragments=4,min=2 (docs/joined.md; "
+        "default: every=32,fragments=4,delay=5,...)",
+    )
+    invite = actions.add_parser(
+        "invite",
+        help="make a one-time invitation for a job",
+        description="Make a one-time invitation for a job, on the host of `holmes join serve`. Whoever "
+        "has it first gets the job's certificate, so keep it secret.",
+    )
+    invite.add_argument(
+        "--address",
+        metavar="HOST",
+        default="",
+        help="host by which the job reaches the coordinator (default: the name of this host)",
+    )
+    invite.add_argument(
+        "--output",
+        metavar="FILE",
+        default="",
+        help="new file for the invitation (default: print it)",
+    )
+    revoke = actions.add_parser(
+        "revoke",
+        help="end a job's part in the run, and refuse its certificates",
+        description="Refuse all certificates and invitations of a job, and end its connections. Run it "
+        "on the host of `holmes join serve`.",
+    )
+    for command in (invite, revoke):
+        command.add_argument("name", metavar="NAME", help="name of the job")
+        command.add_argument(
+            "--port",
+            type=int,
+            default=PORT,
+            help=f"port of `holmes join serve` (default: {PORT})",
+        )
     status = actions.add_parser(
         "status",
         help="show the jobs of a run, their round, speed and delay",
@@ -110,12 +158,7 @@ def add_parser(subparsers: Any) -> None:
     )
     status.add_argument("--json", action="store_true", help="print JSON")
     for command in (serve, status):
-        command.add_argument(
-            "--plain",
-            action="store_true",
-            default=os.environ.get("HOLMES_JOIN_PLAIN") == "on",
-            help="do not encrypt (HOLMES_JOIN_PLAIN=on): anyone on the path can read it",
-        )
+        command.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
         command.add_argument(
             "--certificate",
             metavar="FILE",
@@ -131,42 +174,147 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; return its exit status."""
-    return _serve(args) if args.action == "serve" else _status(args)
+    """Run the command; return its exit status.
+
+    Raises:
+        HolmesError: An argument or an environment variable is not valid, or the command fails.
+    """
+    # Refuses variables of removed options, such as HOLMES_JOIN_TOKEN.
+    from_environment(os.environ)
+    if getattr(args, "plain", False):
+        raise HolmesError(
+            "holmes join: --plain was removed; all traffic of joined jobs is encrypted"
+        )
+    match args.action:
+        case "serve":
+            return _serve(args)
+        case "invite":
+            return _invite(args)
+        case "revoke":
+            return _revoke(args)
+    return _status(args)
 
 
 def _serve(args: argparse.Namespace) -> int:
     """Run the coordinator until it is interrupted (Ctrl-C); return exit status 0.
 
     Raises:
-        HolmesError: An argument or the token is invalid, or the port is in use.
+        HolmesError: An argument is invalid, the port is in use, or another coordinator has the same
+            state folder.
     """
-    if not 0 <= args.port < _PORTS:
-        raise HolmesError(f"holmes join serve: --port {args.port} is not a port from 0 to 65535")
+    _check_port(args)
     relay = PeerRelay(_relay_bytes(args.relay), _log)
-    token, file = served_token(os.environ, args.port)  # file: None if the environment has the token
+    settings = _run_settings(args.outer)
+    of_site = _site_credentials(args)
     _raise_file_limit()  # each rank behind NAT keeps a connection to the coordinator
     # Installed extensions may contribute services that run beside the coordinator, such as metrics.
     services = list(extensions.objects("join_services").values())
-    server = CoordinatorServer(
-        args.host, args.port, _credentials(token, args), _log, relay, services=services
-    )
-    location = f"; the token is in {file}" if file is not None else ""
-    print(f"holmes: jobs meet at port {server.port} of this host{location}", flush=True)
-    # The token is a secret: it is shown on a terminal, but not written to a log.
-    if file is not None and sys.stdout.isatty():
-        print(f"holmes: HOLMES_JOIN_TOKEN={token}", flush=True)
-    exposure = exposure_of(file) if file is not None else ""
-    for line in (warning_of(token), exposure, _privacy_warning(args)):
-        if line:
-            print(f"holmes: {line}", flush=True)
-    try:
-        server.serve()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.close()
+    with ExitStack() as running:
+
+        def open_run(port: int) -> ServedRun:
+            folder = RunFolder.of_port(os.environ, port)
+            folder.make(with_authority=False)
+            running.enter_context(folder.serving())  # there is one coordinator for a folder
+            return folder.served(of_site)
+
+        server = CoordinatorServer(
+            args.host, args.port, open_run, _log, relay, services=services, settings=settings
+        )
+        running.callback(server.close)
+        folder = RunFolder.of_port(os.environ, server.port).path
+        print(
+            f"holmes: jobs meet at port {server.port} of this host; state in {folder}", flush=True
+        )
+        print(
+            f"holmes: settings of the run: {args.outer or 'the defaults (--outer changes them)'}",
+            flush=True,
+        )
+        if of_site is None:
+            print(
+                f"holmes: jobs on other hosts need `holmes join invite NAME{_port_flag(server.port)}"
+                " --output FILE`",
+                flush=True,
+            )
+        with suppress(KeyboardInterrupt):
+            server.serve()
     return 0
+
+
+def _invite(args: argparse.Namespace) -> int:
+    """Print an invitation of a job, or write it to a new file; return exit status 0.
+
+    Raises:
+        HolmesError: There is no run on this host, or the file exists.
+    """
+    _check_port(args)
+    host = args.address or socket.getfqdn()
+    address = address_text(host, args.port)
+    if args.output and os.path.lexists(args.output):
+        raise HolmesError(f"holmes join invite: {args.output} exists already; name a new file")
+    try:
+        split_address(address)
+    except ValueError as error:
+        raise HolmesError(f"holmes join invite: --address: {error}") from None
+    invitation = RunFolder.of_port(os.environ, args.port).invite(args.name, address)
+    flags = f"--holmes --holmes-join {args.name}@{address} --holmes-join-invitation"
+    if not args.output:
+        sys.stdout.write(invitation.text())
+        print(
+            f"holmes: keep it secret, in a file of mode 600; the job needs {flags} FILE",
+            file=sys.stderr,
+        )
+        return 0
+    try:
+        write_private(Path(args.output), invitation.text())
+    except OSError as error:
+        raise HolmesError(
+            f"holmes join invite: {args.output} cannot be written ({why(error)}); name a new file"
+        ) from None
+    print(f"holmes: {args.output} is the invitation of job {args.name}, for one use; the job needs")
+    print(f"  {flags} {args.output}")
+    return 0
+
+
+def _revoke(args: argparse.Namespace) -> int:
+    """Revoke the certificates and invitations of a job; return exit status 0."""
+    _check_port(args)
+    revoked = RunFolder.of_port(os.environ, args.port).revoke(args.name)
+    print(
+        f"holmes: job {args.name} is revoked: {counted(revoked.certificates, 'certificate')}, "
+        f"{counted(revoked.invitations, 'open invitation')}"
+    )
+    return 0
+
+
+def _check_port(args: argparse.Namespace) -> None:
+    if not 0 <= args.port < _PORTS:
+        raise HolmesError(
+            f"holmes join {args.action}: --port {args.port} is not a port from 0 to 65535"
+        )
+
+
+def _port_flag(port: int) -> str:
+    return "" if port == PORT else f" --port {port}"
+
+
+def _run_settings(text: str) -> OuterSettings:
+    """Return the settings of the run from the value of --outer.
+
+    Raises:
+        HolmesError: They are not valid, or belong to a job.
+    """
+    try:
+        settings = parse_outer(text)
+    except HolmesError as error:
+        raise HolmesError(
+            str(error).replace("--holmes-outer", "holmes join serve: --outer", 1)
+        ) from None
+    if settings.part != OuterSettings.part:
+        raise HolmesError(
+            f"holmes join serve: --outer part={settings.part} belongs to a job: give it --holmes-outer"
+            f" part={settings.part}"
+        )
+    return settings
 
 
 def _raise_file_limit() -> None:
@@ -194,20 +342,33 @@ def _relay_bytes(gigabytes: str) -> int | None:
     return round(float(gigabytes) * _BYTES_PER_GB)
 
 
-def _credentials(token: str, args: argparse.Namespace) -> Credentials:
-    """Return the token and the certificates that the arguments name."""
+def _site_credentials(args: argparse.Namespace) -> Credentials | None:
+    """Return the credentials that --certificate and --ca name; None: neither is given."""
     if bool(args.certificate) != bool(args.ca):
         raise HolmesError("holmes join: give both --certificate and --ca, or none")
-    return Credentials(token, args.plain, args.certificate, args.ca)
+    return Credentials.of_site(args.certificate, args.ca) if args.certificate else None
 
 
-def _privacy_warning(args: argparse.Namespace) -> str:
-    """Return a warning if traffic is not encrypted, or cannot be; else ""."""
-    if args.plain:
-        return "NOT encrypted (--plain): anyone on the path can read the weights"
-    if not args.certificate and find_spec("cryptography") is None:
-        return f"only jobs of this host can join: {MISSING}"
-    return ""
+def _status_credentials(args: argparse.Namespace, host: str, port: int) -> Credentials:
+    """Return credentials with which the coordinator shows its status.
+
+    These are a site's, those of a coordinator on this host, or those of a job of this user.
+
+    Raises:
+        HolmesError: There are none.
+    """
+    of_site = _site_credentials(args)
+    if of_site is not None:
+        return of_site
+    run = run_on_this_host(JoinAddress("", host, port), os.environ)
+    if run is not None:
+        return run.credentials()
+    for certificate in kept_certificates(host, port, os.environ):
+        return certificate.credentials()
+    raise HolmesError(
+        f"holmes join status: this user has no certificate for {address_text(host, port)}; run it on the host"
+        " of `holmes join serve`, or where a job of this user has joined, with the same HOST:PORT"
+    )
 
 
 def _log(line: str) -> None:
@@ -229,7 +390,7 @@ def _status(args: argparse.Namespace) -> int:
         host, port = split_address(args.where)
     except ValueError:
         raise HolmesError(f"holmes join status: {args.where!r:.100} is not HOST:PORT") from None
-    status = ask_status(host, port, _credentials(token_from(os.environ, port), args))
+    status = ask_status(host, port, _status_credentials(args, host, port))
     if args.json:
         print(json.dumps(status))
     else:

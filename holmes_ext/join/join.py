@@ -8,7 +8,6 @@ same order, and an error on one rank is raised on all of them.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from itertools import pairwise
@@ -17,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from holmes_ext.join.address import JoinAddress, JoinPlace, incarnation_of, port_range
-from holmes_ext.join.coordinator.client import CoordinatorClient
+from holmes_ext.join.address import JoinAddress, JoinPlace
+from holmes_ext.join.admission import admit
+from holmes_ext.join.coordinator.client import CoordinatorClient, new_incarnation
 from holmes_ext.join.loop import OuterLoop, Record
 from holmes_ext.join.peers.links import PeerLinks
 from holmes_ext.join.peers.listening import open_port, published_address
@@ -39,7 +39,6 @@ from holmes_ext.join.shards.ownership import (
 )
 from holmes_ext.join.shards.state import OuterState
 from holmes_ext.join.shards.weights import Part, Tensor, Weights, tensor_starts
-from holmes_ext.join.sockets.handshake import Credentials
 from holmes_ext.options import Options
 from holmes_ext.words import some_of
 
@@ -50,24 +49,25 @@ _SUPPORTED_SHARDING = (
 #: Timeout of the job's control group. It hardly matters: rounds have their own deadlines, and the connections
 #: of a rank that dies are closed.
 _CONTROL = timedelta(days=1)
-#: Bytes of the secret of a job's start.
-_SECRET_BYTES = 16
 
 
-def place_of(address: JoinAddress, token: str, options: Options) -> JoinPlace:
-    """Return the coordinator's address, the credentials and the ports that the options name.
+class Prepared(NamedTuple):
+    """What a job has before it joins: its ranks, its credentials, and the settings of the run."""
+
+    job_ranks: JobRanks
+    place: JoinPlace
+    settings: OuterSettings
+
+
+def prepare(address: JoinAddress, options: Options, environ: Mapping[str, str]) -> Prepared:
+    """Return the certificate of this job and the settings of its run; collective over its ranks.
 
     Raises:
-        HolmesError: A certificate cannot be used, or the ports are malformed.
+        HolmesError: See admission.admit().
     """
-    credentials = Credentials(
-        token,
-        plain=options.value("join_plain") == "on",
-        certificate=options.value("join_certificate"),
-        authority=options.value("join_ca"),
-    )
-    ports = port_range(options.value("join_ports"), options.value("join_address"), os.environ)
-    return JoinPlace(address, credentials, ports)
+    job_ranks = JobRanks(_gloo_group())
+    admission = admit(address, options, environ, job_ranks)
+    return Prepared(job_ranks, admission.place, admission.settings)
 
 
 def weights_of(shards: Any) -> Weights:
@@ -91,6 +91,7 @@ def join(
     on_round: Callable[[Record], None] = lambda record: None,
     written: Callable[[], None] = lambda: None,
     status: Callable[[], dict[str, Any]] = dict,
+    job_ranks: JobRanks | None = None,
 ) -> OuterLoop:
     """Return the outer loop of this rank; collective over the ranks of the job.
 
@@ -106,6 +107,7 @@ def join(
         on_round: Called when the result of a round has been applied, with the record of the round.
         written: Called after the outer training has overwritten local weights.
         status: Returns telemetry for heartbeats.
+        job_ranks: Those of prepare(); None: new ones.
 
     Raises:
         HolmesError: The weights of the ranks do not fit each other, or a port is in use.
@@ -113,8 +115,7 @@ def join(
     job = place.address.job
     # Of this job, whose ranks use torch.distributed; other jobs are reached over sockets of their
     # own.
-    has_several_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    job_ranks = JobRanks(_gloo_group(has_several_ranks))
+    job_ranks = job_ranks or JobRanks(_gloo_group())
     weights_here: Weights = job_ranks.run_on_all_ranks(weights)
     layouts = _gather_layouts(weights_here, settings, job_ranks)
     maps = _maps(job, layouts, settings, job_ranks)
@@ -124,12 +125,12 @@ def join(
     state = OuterState(settings, weights_here, ranges, job_ranks.rank)
     _gather_what_is_cut(state, maps, layouts, job_ranks.rank, device)
 
-    secret = job_ranks.broadcast_from_rank_0(os.urandom(_SECRET_BYTES).hex())
-    identity = RankIdentity(job, incarnation_of(secret), job_ranks.rank, secret)
+    incarnation = job_ranks.broadcast_from_rank_0(new_incarnation())
+    identity = RankIdentity(job, incarnation, job_ranks.rank)
     client = None
     if job_ranks.rank == 0:
         # `constant_hello` and `rounds` exist when the client says hello, which begin() makes it do.
-        client = CoordinatorClient(place, lambda: {**constant_hello, **rounds.hello()}, secret)
+        client = CoordinatorClient(place, lambda: {**constant_hello, **rounds.hello()}, incarnation)
         client.connect_early()
     links: PeerLinks = job_ranks.run_on_all_ranks(lambda: _links(place, identity, state))
     addresses = job_ranks.all_gather(links.address)
@@ -146,14 +147,14 @@ def join(
             "min": settings.min,
             "timeout": settings.timeout,
         }
-    coordinator = CoordinatorLink(client, job_ranks, settings.timeout)
+    coordinator = CoordinatorLink(client, job_ranks, settings.timeout, place.credentials)
     is_rolling = settings.rounds == "async"
     runner_class = RollingRunner if is_rolling else RoundRunner
     rounds = runner_class(settings, state, ranges, job_ranks, links, coordinator, job)
     replicas = Replicas(ranges, same.ranks, same.group, device)
     arguments = settings, weights_here, state, rounds, replicas, on_round, written
     if is_rolling:
-        loop: OuterLoop = RollingLoop(*arguments, boundary=JobRanks(_gloo_group(has_several_ranks)))
+        loop: OuterLoop = RollingLoop(*arguments, boundary=JobRanks(_gloo_group()))
     else:
         loop = OuterLoop(*arguments)
     if client is not None:
@@ -161,9 +162,9 @@ def join(
     return loop
 
 
-def _gloo_group(has_several_ranks: bool) -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks of this job; None if the job is a single process."""
-    if not has_several_ranks:
+def _gloo_group() -> dist.ProcessGroup | None:
+    """Return a new gloo group of all ranks of this job; None if the job is a single process."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     return dist.new_group(backend="gloo", timeout=_CONTROL)
 

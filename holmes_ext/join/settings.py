@@ -10,8 +10,8 @@ applied.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any
 
 from holmes_ext.checks import InRange, OneOf, problems_in
@@ -26,8 +26,10 @@ COMPRESSIONS = ("off", "bf16", "int8", "2bit")
 _MOST = 10**12
 #: Jobs of a run, at most.
 _MOST_JOBS = 64
-#: Settings that may differ between jobs; all others must be equal.
-OWN = ("min", "timeout", "part")
+#: Settings that each job chooses for itself. All others are those of `holmes join serve --outer`.
+OF_JOB = ("timeout", "part")
+#: Settings that jobs do not compare with each other; the coordinator sets `min`.
+_NOT_COMPARED = ("min", *OF_JOB)
 #: Settings whose value may be "auto", which is stored as None.
 _AUTO = ("momentum", "grace")
 
@@ -164,7 +166,7 @@ class OuterSettings:
     def agreed(self) -> dict[str, Any]:
         """Return the settings that must be equal in all jobs, by name."""
         values = {name: "auto" if value is None else value for name, value in asdict(self).items()}
-        return {name: value for name, value in values.items() if name not in OWN}
+        return {name: value for name, value in values.items() if name not in _NOT_COMPARED}
 
 
 def parse_outer(text: str) -> OuterSettings:
@@ -175,13 +177,7 @@ def parse_outer(text: str) -> OuterSettings:
     Raises:
         HolmesError: A part of the text is malformed, or values do not fit each other.
     """
-    _refuse_removed(text)
-    known = [field.name for field in fields(OuterSettings) if field.name != "seconds"]
-    values = named_values(text.split(","), known, "--holmes-outer")
-    given: dict[str, Any] = {name: _parsed(name, value) for name, value in values.items()}
-    if isinstance(given.get("every"), float):  # every=60s
-        given["seconds"] = given["every"]
-        given["every"] = 0
+    given = _given_settings(text)
     algorithm = ALGORITHMS.get(given.get("algorithm", OuterSettings.algorithm))
     if algorithm is not None:
         given = {**algorithm.defaults, **given}
@@ -197,6 +193,62 @@ def parse_outer(text: str) -> OuterSettings:
         longest_delay = max(0, every // max(fragments, 1) - 1)
         given.setdefault("delay", min(OuterSettings.delay, longest_delay))
     return OuterSettings(**given)
+
+
+def merge_settings(run: OuterSettings, given: str) -> OuterSettings:
+    """Return the settings of a job: those of the run, with the job's own `timeout` and `part`.
+
+    Args:
+        run: Settings of the run, from `holmes join serve`.
+        given: Value of the job's --holmes-outer; it may repeat settings of the run.
+
+    Raises:
+        HolmesError: A given setting contradicts the run.
+    """
+    values = _given_settings(given)
+    for name in values:
+        if name in OF_JOB or values[name] == getattr(run, name):
+            continue
+        setting = "every" if name == "seconds" else name
+        ours = _text_of_setting(setting, values)
+        theirs = _text_of_setting(setting, asdict(run))
+        raise HolmesError(
+            f"--holmes-outer {setting}={ours} contradicts this run: `holmes join serve` has"
+            f" {setting}={theirs}; leave it out here, or start `serve` with --outer {setting}={ours}"
+        )
+    own = {name: value for name, value in values.items() if name in OF_JOB}
+    return replace(run, **own)
+
+
+def _text_of_setting(name: str, values: Mapping[str, Any]) -> str:
+    """Return a setting's value as --holmes-outer takes it.
+
+    Args:
+        name: The setting.
+        values: Field of OuterSettings -> value.
+    """
+    value = values[name]
+    if name == "every" and value == 0:
+        return f"{values['seconds']:g}s"
+    if value is None:
+        return "auto"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _given_settings(text: str) -> dict[str, Any]:
+    """Return the settings in a text, as field of OuterSettings -> value, without defaults.
+
+    Raises:
+        HolmesError: A part of the text is malformed.
+    """
+    _refuse_removed(text)
+    known = [field.name for field in fields(OuterSettings) if field.name != "seconds"]
+    values = named_values(text.split(","), known, "--holmes-outer")
+    given: dict[str, Any] = {name: _parsed(name, value) for name, value in values.items()}
+    if isinstance(given.get("every"), float):  # every=60s
+        given["seconds"] = given["every"]
+        given["every"] = 0
+    return given
 
 
 def _refuse_removed(text: str) -> None:

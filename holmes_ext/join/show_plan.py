@@ -252,7 +252,7 @@ class JoinedForecast:
                 f"joined jobs, {by_time}",
                 by_time.samples_per_s,
                 loss=NOT_MEASURED,
-                more_flags=f"--holmes-outer {by_time}",
+                more_flags=f"(start `holmes join serve` with --outer {by_time})",
             ),
             self._joined(
                 f"joined jobs, batches {batches}",
@@ -306,8 +306,8 @@ class JoinedForecast:
         if "--holmes-join" not in best.flags:  # one job, which is started as always
             return [*lines, f"most tokens/s: {best.name}; add to the command:", f"  {best.flags}"]
         serve = (
-            "`holmes join serve` on HOST, which all reach; add to each job's command, with its own "
-            "cluster's name"
+            "`holmes join serve` on HOST, which all reach, and `holmes join invite NAME` there for each "
+            "cluster's job; add to each job's command, with its own cluster's name"
         )
         # _MUON: a hint for joined jobs, that another optimizer may give a lower loss.
         return [*lines, _MUON, f"most tokens/s: {best.name}; {serve}:", f"  {best.flags}"]

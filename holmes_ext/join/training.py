@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import JoinAddress, parse_address, port_range
 from holmes_ext.join.settings import OuterSettings, parse_outer
-from holmes_ext.join.token import token_from, warning_of
+from holmes_ext.join.sockets.certificates import MISSING
 from holmes_ext.options import Options
 from holmes_ext.runtime.measure import telemetry
-from holmes_ext.runtime.sockets import address_text, is_loopback
+from holmes_ext.runtime.sockets import address_text
 from holmes_ext.words import counted, tell_user
 
 if TYPE_CHECKING:
@@ -119,9 +119,9 @@ class _Job:
     """
 
     address: JoinAddress
-    settings: OuterSettings
-    token: str
+    settings: OuterSettings  # as given; at the first step replaced by those of the run
     options: Options
+    environ: Mapping[str, str]
     owner: object = None  # optimizer or engine whose steps are the inner steps
     loop: OuterLoop | None = None  # None before the first step
     saved: tuple[Any, str] | None = None  # outer state to load at the first step, and its source
@@ -140,14 +140,13 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
 
     Args:
         options: Options of the job.
-        environ: Environment variables, one of which may have the token.
+        environ: Environment variables, which say where certificates are kept.
 
     Returns:
-        Lines to print at start: the settings, and a warning if the token is weak. Empty without
-        --holmes-join.
+        Lines to print at start. Empty without --holmes-join.
 
     Raises:
-        HolmesError: The flags are invalid, or there is no token.
+        HolmesError: The flags are invalid, or a package is missing.
     """
     global _job
     if not options.value("join"):
@@ -159,22 +158,14 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
         return []
     settings = parse_outer(options.value("outer"))
     address = parse_address(options.value("join"))
-    token = token_from(environ)
     # Only to report invalid values at once; the ports are opened at the first step.
     port_range(options.value("join_ports"), options.value("join_address"), environ)
-    privacy = _privacy(options, address)
-    _job = _Job(address, settings, token, options)
+    _check_certificate_options(options)
+    _job = _Job(address, settings, options, environ)
     _collect_less(_job)
     atexit.register(end)
-    interval = counted(settings.every, "step") if settings.every else f"{settings.seconds:g} s"
     coordinator = address_text(address.host, address.port)
-    line = (
-        f"job {address.job} joins others at {coordinator}: {settings.algorithm}, every {interval} in "
-        f"{counted(settings.fragments, 'fragment')}, each hidden behind {counted(settings.delay, 'step')}, "
-        f"{settings.compress}; {privacy}"
-    )
-    warning = warning_of(token)
-    return [line, warning] if warning else [line]
+    return [f"job {address.job} joins others at {coordinator}; encrypted between jobs (TLS 1.3)"]
 
 
 def _collect_less(job: _Job) -> None:
@@ -195,30 +186,17 @@ def _collect_as_before(job: _Job) -> None:
     job.gc_thresholds = None
 
 
-def _privacy(options: Options, address: JoinAddress) -> str:
-    """Return who can read the traffic between jobs, as a phrase for the line printed at start.
-
-    Args:
-        options: Options of the job: whether to encrypt, and certificates.
-        address: Address of the coordinator. If it is on this host, no certificate is needed.
-
-    Raises:
-        HolmesError: Encryption needs a package or an option that is missing.
-    """
-    if options.value("join_plain") == "on":
-        return (
-            "NOT encrypted (--holmes-join-plain): anyone on the path can read the weights; changes are "
-            "detected"
-        )
-    if bool(options.value("join_certificate")) != bool(options.value("join_ca")):
+def _check_certificate_options(options: Options) -> None:
+    """Raise HolmesError if the options about certificates do not fit, or need a missing package."""
+    certificate = options.value("join_certificate")
+    if bool(certificate) != bool(options.value("join_ca")):
         raise HolmesError("--holmes-join-certificate and --holmes-join-ca: give both, or none")
-    needs_own_certificate = not options.value("join_certificate") and not is_loopback(address.host)
-    if needs_own_certificate and find_spec("cryptography") is None:
+    if certificate and options.value("join_invitation"):
         raise HolmesError(
-            "--holmes-join: jobs encrypt what they send to other hosts, and `cryptography` is not installed: "
-            "pip install 'holmes_ext[join]' (or --holmes-join-plain on: nothing is encrypted)"
+            "--holmes-join-invitation is for the run's own CA; with --holmes-join-certificate leave it out"
         )
-    return "encrypted between hosts (TLS 1.3)"
+    if not certificate and find_spec("cryptography") is None:
+        raise HolmesError(f"--holmes-join: {MISSING}")
 
 
 def is_requested() -> bool:
@@ -348,7 +326,7 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
     """
     _collect_as_before(job)
     # Imported here, because a job that joins no others must not load these modules.
-    from holmes_ext.join.join import join, place_of, weights_of
+    from holmes_ext.join.join import join, prepare, weights_of
 
     def weights() -> Any:
         """Return the weights of this rank; raise HolmesError if the framework's settings do not allow it."""
@@ -357,8 +335,10 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
             raise HolmesError(f"--holmes-join: a job of {adapter.name} cannot join: {reason}")
         return weights_of(adapter.weights())
 
+    prepared = prepare(job.address, job.options, job.environ)
+    job.settings = prepared.settings
     loop = join(
-        place_of(job.address, job.token, job.options),
+        prepared.place,
         job.settings,
         weights,
         agreed={"framework": adapter.name, **adapter.agreed},
@@ -366,6 +346,7 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
         on_round=_report,
         written=adapter.written,
         status=lambda: _telemetry_of(job),
+        job_ranks=prepared.job_ranks,
     )
     if job.saved is not None:
         saved, source = job.saved
@@ -382,10 +363,20 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
         else:
             reason = "no part=k/K is given"
         _say(loop, f"{reason}; the script must make jobs read different data")
+    _say(loop, f"settings of the run: {_describe(job.settings)}")
     _say(
         loop,
         f"job {job.address.job} is in the run: {origin_of_weights}; "
         f"{loop.state.host_bytes / 1e6:.1f} MB of outer state on each host's rank 0",
+    )
+
+
+def _describe(settings: OuterSettings) -> str:
+    """Return the settings of the outer training that most users look for, as a phrase."""
+    interval = counted(settings.every, "step") if settings.every else f"{settings.seconds:g} s"
+    return (
+        f"{settings.algorithm}, every {interval} in {counted(settings.fragments, 'fragment')}, each hidden "
+        f"behind {counted(settings.delay, 'step')}, {settings.compress}"
     )
 
 

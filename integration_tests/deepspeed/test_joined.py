@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from joined_jobs import TOKEN, batch, coordinator, in_threads, model_of, plain_sgd
+from joined_jobs import batch, coordinator, in_threads, model_of, plain_sgd
 from ranks import run_ranks
 
 from holmes_ext.join import training
@@ -33,9 +33,7 @@ def attach(name, port, outer):
     Args:
         outer: Value of --holmes-outer: how the joined jobs exchange their weights.
     """
-    training.request(
-        options_from(join=f"{name}@127.0.0.1:{port}", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN}
-    )
+    training.request(options_from(join=f"{name}@127.0.0.1:{port}", outer=outer))
     torch_joined.attach()
     registry = Registry(deepspeed_joined.PATCHES)
     registry.enable(["joined-deepspeed"], required=True)

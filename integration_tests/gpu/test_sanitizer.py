@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 from carriers import PHYSICAL
-from holmes_lab.joined import TOKEN, coordinator, join_flags
+from holmes_lab.joined import coordinator
 
 from integration_tests.gpu.commands import FOUR_RANKS
 from integration_tests.jobs import ON_CPU, ROOT, SIZE, TRAIN, full, some
@@ -62,16 +62,16 @@ def test_no_race_is_reported(lab, gpus, job, late):
 
 
 @full
-def test_no_race_is_reported_of_joined_jobs(lab, monkeypatch):
-    monkeypatch.setenv("HOLMES_JOIN_PLAIN", "on")
-    with coordinator(lab.lab) as (where, _), ThreadPoolExecutor(2) as pool:
+def test_no_race_is_reported_of_joined_jobs(lab):
+    outer = "min=2,every=2,fragments=1,delay=1"
+    with coordinator(lab.lab, outer) as meeting, ThreadPoolExecutor(2) as pool:
         jobs = [
             pool.submit(
                 lab.run,
                 *PLAIN,
-                *join_flags(name, where, "min=2,every=2,fragments=1,delay=1"),
+                *meeting.flags(name),
                 order=node,
-                env={**SANITIZED, "HOLMES_JOIN_TOKEN": TOKEN},
+                env={**SANITIZED, **meeting.environment},
             )
             for name, node in (("east", "a0"), ("west", "b0"))
         ]

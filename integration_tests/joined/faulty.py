@@ -25,18 +25,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from joined_jobs import TOKEN
 from ranks import _context, run_ranks
 from waiting import await_
 
 from holmes_ext.join import training
 from holmes_ext.join.loop import OuterLoop
 from holmes_ext.join.patches import torch as torch_joined
-from holmes_ext.join.peers import exchange, transfer
+from holmes_ext.join.peers import exchange, routes, transfer
 from holmes_ext.join.peers import take as cross_take
 from holmes_ext.join.rounds.coordinator_link import CoordinatorLink
 from holmes_ext.join.shards.state import OuterState
-from holmes_ext.join.sockets import handshake
 from holmes_ext.options import options_from
 
 TIMEOUT_S = 3
@@ -110,7 +108,6 @@ class Job:
     save: int = 0  # steps between checkpoints; 0: none
     disk_bytes: int = 0  # largest size of a checkpoint after the first; 0: no limit
     ahead_s: float = 0.0  # seconds by which the clocks of the job are ahead
-    encrypted: bool = False  # TLS between the jobs, as between hosts
     seed: int = 0
     processes: list[Any] = field(default_factory=list)
 
@@ -194,8 +191,6 @@ def rank_of(rank: int, incarnation: int, fields: dict[str, Any]) -> None:
     job = Job(**fields)
     torch.set_num_threads(1)
     _shift_clocks(job.ahead_s)
-    if job.encrypted:
-        handshake.stays_on_host = lambda connection: False
     _obey_cuts(job)
     with open(job.place / f"{job.name}.{incarnation}.{rank}.jsonl", "a", buffering=1) as log:
         _train(job, rank, incarnation, lambda **entry: print(json.dumps(entry), file=log))
@@ -206,10 +201,7 @@ def _train(job: Job, rank: int, incarnation: int, tell: Callable[..., None]) -> 
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.FileStore(str(job.place / f"{job.name}.{incarnation}.store"), job.ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks)
-    training.request(
-        options_from(join=f"{job.name}@127.0.0.1:{job.port}", outer=job.outer),
-        {"HOLMES_JOIN_TOKEN": TOKEN},
-    )
+    training.request(options_from(join=f"{job.name}@127.0.0.1:{job.port}", outer=job.outer))
     torch_joined.attach()
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.Tanh(), torch.nn.Linear(256, 32))

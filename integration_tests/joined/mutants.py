@@ -31,7 +31,8 @@ RULES = "tests/join/coordinator/test_rules.py tests/join/coordinator/test_trust.
 LIARS = "tests/join/test_liars.py"
 LINKS = "tests/join/test_links.py"
 TAKE = "tests/join/test_take.py"
-TOKENS = "tests/join/test_token.py"
+FOLDER = "tests/join/identity/test_run_folder.py"
+CERTIFICATES = "tests/join/identity/test_job_certificate.py"
 ROUTES = "tests/join/test_routes.py"
 INPUTS = "tests/join/test_bad_inputs.py"
 MEMBERS = "tests/join/test_members_attacks.py"
@@ -51,80 +52,157 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
-        "the listener's challenge is constant",
+        "a listener of another name is called",
         "join/sockets/handshake.py",
-        "    challenge = secrets.token_hex(16)\n    channel.send",
-        '    challenge = "0" * 32\n    channel.send',
-        HANDSHAKE,
-    ),
-    Mutant(
-        "the caller's challenge is constant",
-        "join/sockets/handshake.py",
-        "        challenge = secrets.token_hex(16)\n        channel.send",
-        '        challenge = "0" * 32\n        channel.send',
-        HANDSHAKE,
-    ),
-    Mutant(
-        "the caller's proof is not looked at",
-        "join/sockets/handshake.py",
-        'if not _is_proof(request.get("proof"), _proof(key, "caller", facts)):',
+        "if not has_name(holder, name):",
         NEVER,
         HANDSHAKE,
     ),
     Mutant(
-        "the listener's proof is not looked at",
+        "a caller speaks for any job",
         "join/sockets/handshake.py",
-        'if not _is_proof(answer.get("proof"), _proof(key, "listener", facts)):',
+        "if job and job in holder.names:",
+        "if True:",
+        HANDSHAKE,
+    ),
+    Mutant(
+        "revoked listeners are called",
+        "join/sockets/handshake.py",
+        "if credentials.is_revoked(holder):\n        raise",
+        "if False:\n        raise",
+        HANDSHAKE,
+    ),
+    Mutant(
+        "revoked callers are let in",
+        "join/sockets/handshake.py",
+        "if holder.fingerprint and credentials.is_revoked(holder):",
         NEVER,
         HANDSHAKE,
     ),
     Mutant(
-        "the purpose is outside the proof",
+        "connections of revoked certificates go on",
         "join/sockets/handshake.py",
-        "[VERSION, caller, listener, purpose,",
-        '[VERSION, caller, listener, "",',
+        "            if self.is_revoked(holder):",
+        "            if False:",
         HANDSHAKE,
     ),
     Mutant(
-        "the certificates are outside the proof",
+        "an end in the first handshake is a refusal",
         "join/sockets/handshake.py",
-        "caller_certificate.hex(), listener_certificate.hex()]",
-        '"", ""]',
+        'raise ConnectionError(f"{where} broke TLS off',
+        'raise NotAuthentic(f"{where} broke TLS off',
         HANDSHAKE,
     ),
     Mutant(
-        "both ends prove the same",
-        "join/sockets/handshake.py",
-        'f"{role} {facts}"',
-        'f"{facts}"',
+        "no certificate will do",
+        "join/sockets/certificates.py",
+        "context.verify_mode = ssl.CERT_REQUIRED",
+        "context.verify_mode = ssl.CERT_OPTIONAL",
         HANDSHAKE,
     ),
     Mutant(
-        "both directions have one key",
-        "join/sockets/handshake.py",
-        'f"frames of the {role} {facts}"',
-        'f"frames of the {facts}"',
-        HANDSHAKE + " " + CHANNEL,
+        "TLS 1.2 will do",
+        "join/sockets/certificates.py",
+        "SSLContext(protocol)\n    context.minimum_version = ssl.TLSVersion.TLSv1_3",
+        "SSLContext(protocol)\n    context.minimum_version = ssl.TLSVersion.TLSv1_2",
+        HANDSHAKE,
     ),
     Mutant(
-        "who does not encrypt is let in",
-        "join/sockets/handshake.py",
-        "if not (encrypt or plain_too):",
+        "the secret goes to anybody",
+        "join/identity/invitation.py",
+        "if holder_of(connection).fingerprint != invitation.fingerprint:",
         NEVER,
-        HANDSHAKE,
+        CERTIFICATES,
+    ),
+    Mutant(
+        "an invitation is for any key",
+        "join/identity/run_folder.py",
+        "if not has_key_of(record.certificate, request):",
+        NEVER,
+        FOLDER,
+    ),
+    Mutant(
+        "any job redeems an invitation",
+        "join/identity/run_folder.py",
+        "if record is None or record.job != job:",
+        "if record is None:",
+        FOLDER,
+    ),
+    Mutant(
+        "a revoked invitation is redeemed",
+        "join/identity/run_folder.py",
+        "            if record.revoked:\n",
+        "            if False:\n",
+        FOLDER,
+    ),
+    Mutant(
+        "two coordinators share a folder",
+        "join/identity/run_folder.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        FOLDER,
+    ),
+    Mutant(
+        "files of other users are taken",
+        "join/identity/private_files.py",
+        "if state.st_uid not in owners:",
+        NEVER,
+        FOLDER,
+    ),
+    Mutant(
+        "links are followed",
+        "join/identity/private_files.py",
+        "os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK",
+        "os.O_RDONLY | os.O_NONBLOCK",
+        FOLDER,
+    ),
+    Mutant(
+        "all may read keys",
+        "join/identity/private_files.py",
+        "os.O_EXCL | os.O_NOFOLLOW, 0o600",
+        "os.O_EXCL | os.O_NOFOLLOW, 0o644",
+        FOLDER,
+    ),
+    Mutant(
+        "one certificate is several jobs",
+        "join/coordinator/gate.py",
+        "if other != identity.job and has_same_certificate:",
+        NEVER,
+        CERTIFICATES,
+    ),
+    Mutant(
+        "each job has settings of its own",
+        "join/coordinator/gate.py",
+        'if text := difference(given, required, "`holmes join serve`"):',
+        'if text := "":',
+        CERTIFICATES,
+    ),
+    Mutant(
+        "each job has its own min",
+        "join/coordinator/gate.py",
+        "return replace(hello, min=self._settings.min)",
+        "return hello",
+        CERTIFICATES,
+    ),
+    Mutant(
+        "an impostor stalls training",
+        "join/coordinator/client.py",
+        "deadline = deadline.part(_IMPOSTOR_S, deadline.operation)",
+        "pass",
+        SERVER,
+    ),
+    Mutant(
+        "unread bytes hide the end of a connection",
+        "join/sockets/channel.py",
+        "return not poll.poll(0)",
+        "return True",
+        "tests/join/test_attacks.py -k flipped",
     ),
     Mutant(
         "what a terminal obeys is shown",
         "join/sockets/handshake.py",
         'c if c.isprintable() else "?"',
         "c",
-        HANDSHAKE,
-    ),
-    Mutant(
-        "TLS 1.2 will do",
-        "join/sockets/certificates.py",
-        "ssl.TLSVersion.TLSv1_3",
-        "ssl.TLSVersion.TLSv1_2",
         HANDSHAKE,
     ),
     Mutant(
@@ -183,20 +261,6 @@ MUTANTS = [
         "Deadline(min(seconds, self.left), operation)",
         "Deadline(seconds, operation)",
         LISTENER,
-    ),
-    Mutant(
-        "any job speaks for any other",
-        "join/coordinator/server.py",
-        "if not hmac.compare_digest(incarnation_of(secret), incarnation):",
-        NEVER,
-        SERVER,
-    ),
-    Mutant(
-        "secrets are kept for ever",
-        "join/coordinator/server.py",
-        "for old in not_in_run[:-_SECRETS]:",
-        "for old in not_in_run[:0]:",
-        MEMBERS + " -k secrets",
     ),
     Mutant(
         "any number of callers is told of",
@@ -267,9 +331,6 @@ MUTANTS = [
         "if len(self._unreachable_addresses) >= _NOT_CALLED:",
         NEVER,
         MEMBERS + " -k pile",
-    ),
-    Mutant(
-        "an open token file is not said", "join/token.py", "if mode & _OTHERS", "if False", TOKENS
     ),
     Mutant(
         "false reports do not drop a job",
@@ -448,13 +509,6 @@ MUTANTS = [
         LIARS + " -k mean_leaves",
     ),
     Mutant(
-        "a ticket is for every job",
-        "join/address.py",
-        'f"{job} {incarnation}".encode()',
-        'b"all"',
-        LINKS,
-    ),
-    Mutant(
         "calls for an earlier incarnation are taken",
         "join/peers/routes.py",
         'if not is_admitted or purpose.get("to") != self.identity.incarnation:',
@@ -509,10 +563,6 @@ MUTANTS = [
         '_digest_of(state) == saved.get("digest")',
         "True",
         INPUTS + " -k state",
-    ),
-    Mutant("an empty token will do", "join/token.py", "if len(token) < LEAST:", NEVER, TOKENS),
-    Mutant(
-        "all may read the token", "join/token.py", "os.O_EXCL, 0o600", "os.O_EXCL, 0o644", TOKENS
     ),
     Mutant(
         "a later refusal ends the job",

@@ -89,7 +89,6 @@ def start_jobs(place: Path, port: int, count: int) -> list[Job]:
             seed=seed,
             steps=10**9,
             faulty_incarnations=10**9,
-            encrypted=True,
             outer=f"min=1,limit=8,{OUTER}",
         )
         jobs.append(job.start())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import carriers
 import pytest
-from joined_jobs import TOKEN, coordinator
+from joined_jobs import coordinator
 
 from integration_tests.jobs import FRAMEWORKS, ROOT, full, losses
 
@@ -36,7 +36,6 @@ def start(name, ranks, command, port, outer, log):
         **os.environ,
         **carriers.environment(ranks),
         **FRAMEWORKS,
-        "HOLMES_JOIN_TOKEN": TOKEN,
         "OMP_NUM_THREADS": "1",
     }
     torchrun = [

@@ -126,7 +126,7 @@ def test_a_liar_over_tls(lie, jobs, tmp_path):
     faults = {"east": None, "north": None, "west": Fault("step", 9, lie)}
     with coordinator() as server:
         east, north, west = (
-            jobs(name, server.port, fault=fault, seed=seed, encrypted=True, outer=f"min=2,{OUTER}")
+            jobs(name, server.port, fault=fault, seed=seed, outer=f"min=2,{OUTER}")
             for seed, (name, fault) in enumerate(faults.items())
         )
         at_end(east, north)

@@ -5,7 +5,7 @@ Both jobs must continue alone, and then together.
 
 import re
 
-from holmes_lab.joined import CLUSTERS, NODES, await_, coordinator, join_flags, start
+from holmes_lab.joined import CLUSTERS, NODES, await_, coordinator, start
 from holmes_lab.lab import Lab
 
 from holmes_ext.cluster.spec import parse_spec
@@ -16,16 +16,18 @@ OUTER = "every=8,fragments=4,delay=1,timeout=5"
 
 @full
 def test_a_cut_link_comes_back(tmp_path):
-    with Lab(parse_spec(CLUSTERS, "cluster.toml")) as lab, coordinator(lab) as (where, events):
+    with Lab(parse_spec(CLUSTERS, "cluster.toml")) as lab, coordinator(lab, OUTER) as meeting:
+        events = meeting.lines
         jobs = {
             name: start(
                 lab,
                 name,
                 nodes,
-                join_flags(name, where, OUTER),
+                meeting.flags(name),
                 400,
                 seed,
                 tmp_path / f"{name}.jsonl",
+                environment=meeting.environment,
             )
             for seed, (name, nodes) in enumerate(NODES.items(), 1)
         }

@@ -7,7 +7,7 @@ losses must then be the same as with direct connections. All connections use TLS
 
 import pytest
 from clusters import spec
-from holmes_lab.joined import await_, coordinator, join_flags, start
+from holmes_lab.joined import await_, coordinator, start
 from holmes_lab.lab import Lab
 
 from holmes_ext.errors import HolmesError
@@ -29,7 +29,8 @@ def train(directory, cut, *flags):
         The losses of each job, and the lines that the coordinator printed.
     """
     directory.mkdir()
-    with Lab(CLUSTERS) as lab, coordinator(lab) as (coordinator_address, coordinator_lines):
+    with Lab(CLUSTERS) as lab, coordinator(lab, OUTER) as meeting:
+        coordinator_lines = meeting.lines
         address_of = {node.name: node.address for node in lab.nodes}
         if cut:
             for node, other in (("a0", "b0"), ("b0", "a0")):  # in both directions
@@ -37,9 +38,11 @@ def train(directory, cut, *flags):
 
         jobs = []
         for seed, (name, node) in enumerate((("east", "a0"), ("west", "b0")), start=1):
-            job_flags = [*join_flags(name, coordinator_address, OUTER), *flags]
+            job_flags = [*meeting.flags(name), *flags]
             log = directory / f"{name}.jsonl"
-            jobs.append(start(lab, name, [node], job_flags, STEPS, seed, log))  # a job on one node
+            environment = meeting.environment
+            job = start(lab, name, [node], job_flags, STEPS, seed, log, environment=environment)
+            jobs.append(job)
 
             # All jobs begin with the weights of the first one that joins. Wait until "east" has joined before
             # "west" starts, so that it is the same job in each run.

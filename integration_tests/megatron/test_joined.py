@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from joined_jobs import TOKEN, coordinator, in_threads
+from joined_jobs import coordinator, in_threads
 from packaging.version import Version
 from ranks import run_ranks
 
@@ -57,7 +57,7 @@ def rank_of(rank, ranks, options, job, join):
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="1")
     sys.path.insert(0, str(examples() / "megatron_core"))
     if join:
-        training.request(options_from(join=join, outer=OUTER), {"HOLMES_JOIN_TOKEN": TOKEN})
+        training.request(options_from(join=join, outer=OUTER))
         torch_joined.attach()
         Registry(megatron_joined.PATCHES).enable(["joined-megatron"], required=True)
     import train

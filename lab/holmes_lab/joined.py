@@ -6,9 +6,12 @@ The jobs run examples/plain_torch. They join through `holmes join serve` (the co
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,33 +48,83 @@ SIZE = "--layers 4 --hidden 128 --heads 4 --sequence 64 --micro-batch 2 --micro-
 #: Tokens that a rank reads in a step: micro-batch x micro-batches x sequence.
 TOKENS = 2 * 2 * 64
 FLOPS = 2e9  # FLOP/s of the emulated accelerator of each rank
-TOKEN, _PORT = "the token of joined jobs in a lab", 29600
+_PORT = 29600
+_COMMAND = (sys.executable, "-m", "holmes_ext.cli.main", "join")
+
+
+@dataclass(frozen=True)
+class LabCoordinator:
+    """Running `holmes join serve` on the first node of a lab."""
+
+    address: str  # HOST:PORT
+    lines: list[str]  # printed so far; grows while the coordinator runs
+    state: str  # folder for the state of coordinator and jobs
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the environment of a job that joins: where it finds its certificate later."""
+        return {"XDG_STATE_HOME": self.state}
+
+    def invitation(self, name: str) -> Path:
+        """Return the file with the invitation of a training job; each job has one."""
+        file = Path(self.state) / f"{name}.json"
+        if not file.exists():  # a job that was killed starts again with the same invitation
+            host = self.address.partition(":")[0]
+            invite = [*_COMMAND, "invite", name, "--address", host, "--output", str(file)]
+            environment = {**os.environ, **self.environment}
+            subprocess.run(invite, check=True, capture_output=True, env=environment)
+        return file
+
+    def flags(self, name: str, own: str = "") -> list[str]:
+        """Invite a training job, and return its flags.
+
+        Args:
+            name: Name of the job.
+            own: Value of --holmes-outer: the job's own settings.
+        """
+        # No test of the networks before the job: it takes time, and the lab's networks are intact.
+        flags = ["--holmes", "--holmes-preflight", "off"]
+        flags += ["--holmes-join", f"{name}@{self.address}"]
+        flags += ["--holmes-join-invitation", str(self.invitation(name))]
+        if own:
+            flags += ["--holmes-outer", own]
+        return flags
 
 
 @contextmanager
-def coordinator(lab: Lab) -> Iterator[tuple[str, list[str]]]:
+def coordinator(lab: Lab, outer: str) -> Iterator[LabCoordinator]:
     """Run the coordinator, through which training jobs exchange weights, on the first node.
 
     It is the command `holmes join serve`. It is killed at the end of the `with` block.
 
-    Yields:
-        HOST:PORT of the coordinator, and the list of its printed lines, which grows while it runs.
+    Args:
+        lab: The emulated clusters.
+        outer: Value of --outer, the settings of the rounds, such as "every=16" (steps between two
+            rounds).
     """
-    lines: list[str] = []
-    command = [sys.executable, "-m", "holmes_ext.cli.main", "join", "serve", "--port", str(_PORT)]
     node = lab.nodes[0]
+    with tempfile.TemporaryDirectory(prefix="holmes-join-") as state:
+        running = LabCoordinator(f"{node.address}:{_PORT}", [], state)
+        with _serve(lab, running, outer):
+            yield running
+
+
+@contextmanager
+def _serve(lab: Lab, running: LabCoordinator, outer: str) -> Iterator[None]:
+    """Run `holmes join serve` until the end of the `with` block."""
+    lines = running.lines
     serve = lab.start(
-        command,
-        order=[node.name],
+        [*_COMMAND, "serve", "--port", str(_PORT), "--outer", outer],
+        order=[lab.nodes[0].name],
         processes=1,
-        env={"HOLMES_JOIN_TOKEN": TOKEN},
+        env=running.environment,
         on_line=lambda rank, line, stream: lines.append(line),
     )
     try:
         # The coordinator prints "jobs meet at port ..." when it accepts connections. Its start
         # takes seconds; 60 s are enough on a busy machine.
         await_(lambda: any("jobs meet" in line for line in lines), 60, "the coordinator")
-        yield f"{node.address}:{_PORT}", lines
+        yield
     finally:
         serve.kill()
         serve.wait()
@@ -118,6 +171,7 @@ def start(
     seed: int,
     log: Path,
     flops: float = FLOPS,
+    environment: Mapping[str, str] = {},
 ) -> LabJob:
     """Start the training script examples/plain_torch/train.py on some emulated nodes.
 
@@ -125,11 +179,12 @@ def start(
         lab: The emulated clusters.
         name: Name of the job.
         nodes: Names of the nodes in the order of their ranks.
-        flags: Further arguments of the script, such as those of join_flags().
+        flags: Further arguments of the script, such as those of LabCoordinator.flags().
         steps: Number of training steps.
         seed: Seed of the weights and of the text.
         log: File for a line of JSON for each step.
         flops: FLOP/s of the emulated accelerator of each rank.
+        environment: Further variables, such as LabCoordinator.environment.
     """
     script = str(examples() / "plain_torch" / "train.py")
     command = [
@@ -143,7 +198,7 @@ def start(
         "--log-file",
         str(log),
     ]
-    env = {"HOLMES_JOIN_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+    env = {"OMP_NUM_THREADS": "1", **environment}
     job = lab.start(
         [*command, *flags],
         order=nodes,
@@ -153,29 +208,6 @@ def start(
         env=env,
     )
     return LabJob(name, job, log)
-
-
-def join_flags(name: str, where: str, outer: str) -> list[str]:
-    """Return the flags of a training job that trains one model together with other jobs.
-
-    The jobs meet at a coordinator, and exchange their weights in rounds.
-
-    Args:
-        name: Name of the job.
-        where: HOST:PORT of the coordinator.
-        outer: Value of --holmes-outer, the settings of these rounds, such as "every=16" (steps
-            between two rounds).
-    """
-    return [
-        "--holmes",
-        # No test of the networks before the job: it takes time, and the lab's networks are intact.
-        "--holmes-preflight",
-        "off",
-        "--holmes-join",
-        f"{name}@{where}",
-        "--holmes-outer",
-        outer,
-    ]
 
 
 def await_(done: Callable[[], bool], seconds: float, what: str) -> None:

@@ -1,6 +1,6 @@
 """What a security engineer did to joined jobs, by number, and what happens now. Where a test of each stands:
 
- 1  `serve` restarted with another token ended all jobs      test_token (it is kept),
+ 1  `serve` restarted with another token ended all jobs      identity/test_run_folder (its CA is kept),
                                                              coordinator/test_server
  2  whoever answers at its address ended them                coordinator/test_server (whoever_answers)
  3  a flipped bit made two jobs diverge                      here; sockets/test_channel
@@ -10,7 +10,7 @@
                                                              .../test_server
  7  half-open connections, no descriptors left               test_bad_inputs, sockets/test_listener
  8  idle connections kept jobs out                           coordinator/test_server (idle_strangers)
- 9  an empty token                                           test_token
+ 9  an empty token                                           identity/test_run_folder (full disk)
 10  weights that take longer than 600 s                      test_take (slow_link)
 11  the metrics port: all addresses, a thread a request      test_bad_inputs
 12  the purpose was outside the HMAC                         sockets/test_handshake
@@ -33,17 +33,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from joined_jobs import TOKEN, coordinator, in_threads, joined_of, weights_of
+from joined_jobs import (
+    coordinator,
+    credentials_of,
+    in_threads,
+    joined_of,
+    place_at,
+    served_run,
+    weights_of,
+)
 
 from holmes_ext.cli.main import main
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.address import JoinAddress, JoinPlace, PortRange, incarnation_of
+from holmes_ext.join.address import JoinAddress, JoinPlace, PortRange
 from holmes_ext.join.coordinator.client import ask_status
 from holmes_ext.join.coordinator.server import CoordinatorServer
 from holmes_ext.join.join import join
 from holmes_ext.join.settings import parse_outer
-from holmes_ext.join.sockets.handshake import Credentials, call
-from holmes_ext.join.token import served_token
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import split_address
@@ -160,26 +166,27 @@ def test_4_a_malformed_hello_is_refused_and_ends_nobody(change):
         purpose = {
             "purpose": "job",
             "job": "zero",
-            "incarnation": incarnation_of("s"),
-            "secret": "s",
+            "incarnation": "1",
         }
-        channel = call("127.0.0.1", server.port, Credentials(TOKEN), purpose, deadline)
+        channel = place_at("zero", server.port).call(purpose, deadline)
         channel.send({**hello, **change}, deadline)
         assert "error" in channel.receive(deadline)
         channel.close()
-        assert ask_status("127.0.0.1", server.port, Credentials(TOKEN))["jobs"] == []
+        assert (
+            ask_status("127.0.0.1", server.port, credentials_of("zero", server.port))["jobs"] == []
+        )
 
 
 def test_13_jobs_join_over_ipv6():
     try:
-        server = CoordinatorServer("::1", 0, Credentials(TOKEN), lambda line: None)
+        server = CoordinatorServer("::1", 0, served_run, lambda line: None)
     except HolmesError:
         pytest.skip("no IPv6 here")
     threading.Thread(target=server.serve, daemon=True).start()
 
     def job(name):
         model = torch.nn.ParameterList([torch.zeros(100)])
-        place = JoinPlace(JoinAddress(name, "::1", server.port), Credentials(TOKEN))
+        place = JoinPlace(JoinAddress(name, "::1", server.port), credentials_of(name, server.port))
         loop = join(
             place, parse_outer(SETTINGS), lambda: weights_of(model), {}, torch.device("cpu")
         )
@@ -242,26 +249,18 @@ def counted(calls, function):
 
 
 def test_16_a_closed_port_is_said_at_once(capsys, monkeypatch):
-    monkeypatch.setenv("HOLMES_JOIN_TOKEN", TOKEN)
+    port = free_port()
+    served_run(port)  # its certificates are there, but nobody listens
     tried = []
     monkeypatch.setattr(socket, "create_connection", counted(tried, socket.create_connection))
-    assert main(["join", "status", f"127.0.0.1:{free_port()}"]) == 2
+    assert main(["join", "status", f"127.0.0.1:{port}"]) == 2
     assert len(tried) == 1, "it was tried for 63 s"
     line = capsys.readouterr().err
     assert "no coordinator answers at" in line and "Connection refused" in line
 
 
-def test_16_status_beside_serve_needs_no_token(capsys, monkeypatch, tmp_path):
-    """As documented: it reads the one that `serve` keeps for its port."""
-    for name in ("HOLMES_JOIN_TOKEN", "HOLMES_JOIN_TOKEN_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    port = free_port()
-    token, _ = served_token(os.environ, port)
-    with coordinator(port, token):
-        assert main(["join", "status", f"127.0.0.1:{port}", "--json"]) == 0
-        assert main(["join", "status", f"[::ffff:127.0.0.1]:{port}", "--json"]) in (
-            0,
-            2,
-        )  # 2: no IPv6 here
+def test_16_status_beside_serve_needs_no_certificate(capsys):
+    """It uses the one in the coordinator's state folder."""
+    with coordinator() as server:
+        assert main(["join", "status", f"127.0.0.1:{server.port}", "--json"]) == 0
     assert '"jobs"' in capsys.readouterr().out

@@ -1,7 +1,7 @@
 """Sends bad input to the ports of two joined jobs while they train, and loads damaged checkpoints.
 
 Joined jobs are separate training jobs that regularly average their weights (DiLoCo) over TCP connections.
-They and their coordinator must withstand random bytes, wrong messages with a valid token, and damaged files:
+They and their coordinator must withstand random bytes, wrong messages of a member, and damaged files:
 
     the jobs go on training
     no thread ends with an exception, and no traceback is printed
@@ -26,21 +26,20 @@ import traceback
 
 import pytest
 import torch
-from joined_jobs import TOKEN, coordinator, in_threads, joined_of
+from joined_jobs import coordinator, credentials_of, in_threads, joined_of
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.address import incarnation_of
 from holmes_ext.join.coordinator.client import ask_status
+from holmes_ext.join.identity.invitation import read_invitation
 from holmes_ext.join.settings import parse_outer
 from holmes_ext.join.shards.saved import unwrap_verified, wrap_with_digest
 from holmes_ext.join.sockets import documents
+from holmes_ext.join.sockets.certificates import COORDINATOR
 from holmes_ext.join.sockets.channel import Channel
-from holmes_ext.join.sockets.handshake import Credentials, call
-from holmes_ext.join.token import token_from
+from holmes_ext.join.sockets.handshake import call
 from holmes_ext.runtime.deadline import Deadline
 
 SEED = os.environ.get("HOLMES_TEST_SEED", "33")
-CREDENTIALS = Credentials(TOKEN)
 
 
 @pytest.fixture
@@ -308,16 +307,15 @@ HEARTBEAT = {
 
 
 def lie_to_coordinator(port, rng):
-    """Send a random, mostly wrong message to the coordinator, as someone who has the token of the jobs."""
+    """Send a random, mostly wrong message to the coordinator, as a member of the run."""
     kind = rng.choice(
         ["job", "job", "job", "heartbeat", "status", "standby", "relay", "reachable", "else"]
     )
     # The handshake states the purpose of the connection. The coordinator reads these values.
     purpose = {
         "purpose": kind,
-        "job": rng.choice(["east", "zero", "one"]),
-        "secret": "s",
-        "incarnation": incarnation_of("s"),
+        "job": rng.choice(["zero", "one"]),
+        "incarnation": "1",
         "port": rng.choice([0, 1, 70000, "x"]),
         "rank": 0,
         "to_job": "east",
@@ -330,8 +328,9 @@ def lie_to_coordinator(port, rng):
         purpose = mutated(purpose, rng)
     deadline = Deadline(3, "a lie")
     with contextlib.suppress(OSError, HolmesError, ValueError):
-        # call() makes the handshake, in which it proves that it has the token.
-        channel = call("127.0.0.1", port, CREDENTIALS, purpose, deadline)
+        # call() makes the handshake, with the certificate of a job that is not in the run yet.
+        credentials = credentials_of(rng.choice(["zero", "one"]), port)
+        channel = call("127.0.0.1", port, credentials, COORDINATOR, purpose, deadline)
         try:
             for _ in range(rng.randint(1, 3)):
                 if kind == "heartbeat":
@@ -369,7 +368,7 @@ def send_any(channel, document, rng, deadline):
     channel._write(memoryview(header + text + channel._sent.tag(header, text)), deadline)
 
 
-def lie_to_rank(loop, rng):
+def lie_to_rank(loop, credentials, rng):
     """Send a random, mostly wrong message to a rank of a joined job, as a rank of another job would."""
     host, port = loop.rounds.links.address.split(":")
     identity = loop.rounds.links.routes.identity
@@ -384,13 +383,10 @@ def lie_to_rank(loop, rng):
     }
     if rng.random() < 0.3:
         purpose = mutated(purpose, rng)
-    ticket = loop.rounds.links.routes._ticket_of_caller(
-        purpose
-    ).encode()  # lets the rank accept the connection
     deadline = Deadline(3, "a lie")
     with contextlib.suppress(OSError, HolmesError, ValueError):
-        # call() makes the handshake, in which it proves that it has the token.
-        channel = call(host, int(port), CREDENTIALS, purpose, deadline, ticket)
+        # call() makes the handshake, with the certificate of a job that is not in the run.
+        channel = call(host, int(port), credentials, identity.job, purpose, deadline)
         try:
             # Asks for the weights 0 to 249 of a fragment, a part of the model.
             good = {"fragment": 0, "version": 0, "start": 0, "stop": 250}
@@ -408,20 +404,21 @@ def test_ports_while_two_jobs_train(quiet, input_divisor):
     ):  # trains in threads of this process
         training.assert_goes_on()
         before = threads_and_memory()
-        # Random bytes and damaged handshakes, as from someone without the token of the jobs.
+        # Random bytes and damaged handshakes, as from a stranger.
         port_of_west = int(training.loops["west"].rounds.links.address.split(":")[1])
         for _ in range(1500 // input_divisor):
             send_bytes(server.port, garbage(rng), rng)
             send_bytes(port_of_west, garbage(rng), rng)
         training.assert_goes_on()
-        # Wrong messages, as from someone with the token.
+        # Wrong messages, as from a member.
         for number in range(2500 // input_divisor):
             lie_to_coordinator(server.port, rng)
             if number % 3 == 0:
-                lie_to_rank(training.loops[rng.choice(["east", "west"])], rng)
+                loop = training.loops[rng.choice(["east", "west"])]
+                lie_to_rank(loop, credentials_of("zero", server.port), rng)
         training.assert_goes_on()
         assert_bounded(before)  # threads and memory
-        status = ask_status("127.0.0.1", server.port, CREDENTIALS)
+        status = ask_status("127.0.0.1", server.port, credentials_of("zero", server.port))
         states = {job["job"]: job["state"] for job in status["jobs"]}
         assert states["east"] == states["west"] == "in"  # both still take part
     assert training.error is None
@@ -592,13 +589,19 @@ def test_a_changed_number_of_an_outer_state_is_noticed():
             unwrap_verified(broken, "file.pt")
 
 
-def test_damaged_token_files(tmp_path, input_divisor):
+def test_damaged_invitation_files(tmp_path, input_divisor):
     rng = random.Random(SEED)
-    path = tmp_path / "token"
+    path = tmp_path / "invitation"
+    good = b'{"job": "east", "address": "a:1", "fingerprint": "00", "secret": "s"}'
     for _ in range(1000 // input_divisor):
-        path.write_bytes(rng.randbytes(rng.choice([0, 5, 30, 5000])))
+        data = bytearray(rng.choice([good, rng.randbytes(rng.choice([0, 5, 30, 5000]))]))
+        for _ in range(rng.randint(0, 2)):
+            if data:
+                data[rng.randrange(len(data))] = rng.randrange(256)
+        path.write_bytes(data)
+        path.chmod(0o600)
         with contextlib.suppress(HolmesError):
-            assert token_from({"HOLMES_JOIN_TOKEN_FILE": str(path)}).isprintable()
+            assert read_invitation(path).job
 
 
 def test_channels_take_any_bytes(input_divisor):

@@ -7,7 +7,6 @@ Trainer, the data loader must get only the job's part.
 from types import SimpleNamespace
 
 import pytest
-from joined_jobs import TOKEN
 from torch.utils.data import IterableDataset
 
 from holmes_ext.join import training
@@ -18,9 +17,7 @@ from holmes_ext.options import options_from
 
 @pytest.fixture
 def second_of_three():
-    training.request(
-        options_from(join="east@127.0.0.1:1", outer="part=1/3"), {"HOLMES_JOIN_TOKEN": TOKEN}
-    )
+    training.request(options_from(join="east@127.0.0.1:1", outer="part=1/3"))
     yield
     training.end()
 

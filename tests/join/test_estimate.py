@@ -343,7 +343,7 @@ def test_unequal_clusters_get_rounds_by_time_or_batches_by_speed():
     assert by_time.tokens_per_second > 1.2 * default.tokens_per_second
     assert by_speed.tokens_per_second > 1.05 * default.tokens_per_second
     assert by_speed.name == "joined jobs, batches a 8, b 24"
-    assert f"--holmes-outer {forecast.rounds.by_time()}" in by_time.flags
+    assert f"--outer {forecast.rounds.by_time()}" in by_time.flags
     equal = beside(first_look(request(1, 1), seconds=10.0), seconds=10.0)
     assert len(equal.choices()) == 3
 

@@ -6,7 +6,6 @@ import pickle
 from collections import Counter
 
 import pytest
-from joined_jobs import TOKEN
 
 from holmes_ext.join import data, training
 from holmes_ext.join.patches import megatron as joined
@@ -22,9 +21,7 @@ def job():
     """Makes this process's job one that reads part k of K."""
 
     def of(outer):
-        training.request(
-            options_from(join="east@127.0.0.1:1", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN}
-        )
+        training.request(options_from(join="east@127.0.0.1:1", outer=outer))
 
     yield of
     training.end()

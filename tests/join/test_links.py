@@ -30,7 +30,7 @@ def ranks():
 
 def swap(rank, others, data, number=1, attempt=1, patience=10.0):
     """Send `data` to all others; what they sent, by job (or the failure)."""
-    into = {other.as_seen_by(rank): bytearray(len(data)) for other in others}
+    into = {other.peer: bytearray(len(data)) for other in others}
     try:
         rank.links.swap(
             number,
@@ -98,7 +98,7 @@ def test_split_is_in_order_and_whole():
 def test_bytes_may_go_one_way_only(ranks):
     east, _, west = ranks
     into = bytearray(500)
-    there, back = west.as_seen_by(east), east.as_seen_by(west)
+    there, back = west.peer, east.peer
     together(
         lambda: east.links.swap(
             1, 1, {there: [memoryview(b"x" * 200), memoryview(b"y" * 300)]}, {there: []}, 10.0
@@ -113,7 +113,7 @@ def test_a_killed_peer_is_named_at_once_and_the_others_are_served(ranks):
     data = bytes(8_000_000)
 
     def dies():
-        sizes = {east.as_seen_by(south): 5, west.as_seen_by(south): 5}
+        sizes = {east.peer: 5, west.peer: 5}
         connections = south.links._connect(sizes, 10.0)[0]
         next(iter(connections.values()))[0].socket.send(b"half a")
         south.links.close()
@@ -133,7 +133,7 @@ def test_a_killed_peer_is_named_at_once_and_the_others_are_served(ranks):
 
 
 def connected(rank, other):
-    return rank.links._connect({other.as_seen_by(rank): 5}, 5.0)[0]
+    return rank.links._connect({other.peer: 5}, 5.0)[0]
 
 
 def test_a_peer_that_calls_again_during_an_exchange_fails_and_keeps_nobody(ranks, monkeypatch):
@@ -149,9 +149,7 @@ def test_a_peer_that_calls_again_during_an_exchange_fails_and_keeps_nobody(ranks
         connected(east, west)
         waits.wait(30)
         again = Deadline(10, "calling again")
-        return east.links.routes.dial(
-            west.as_seen_by(east), {"purpose": "exchange", "lane": 0}, again
-        )
+        return east.links.routes.dial(west.peer, {"purpose": "exchange", "lane": 0}, again)
 
     found, again = together(lambda: swap(west, [east], bytes(10), patience=30.0), calls_again)
     again.close()
@@ -240,10 +238,10 @@ def test_another_round_is_not_taken_for_this_one(ranks):
 
 def test_strangers_and_earlier_incarnations_are_not_let_in(ranks):
     east, _, west = ranks
-    stranger = Rank("aaa", token="a token that is wrong")
+    stranger = Rank("aaa", run="another")
     found = swap(stranger, [west], b"x", patience=2.0)
-    assert found.jobs == {"west"} and "token" in str(found)
-    late = Peer("west", "an-earlier-one", 0, west.links.address, west.as_seen_by(east).ticket)
+    assert found.jobs == {"west"} and "certificate" in str(found)
+    late = Peer("west", "an-earlier-one", 0, west.links.address)
     with pytest.raises(PeersFailed):
         east.links.swap(1, 1, {late: [memoryview(b"x")]}, {late: [memoryview(bytearray(1))]}, 1.0)
     stranger.links.close()
@@ -252,8 +250,8 @@ def test_strangers_and_earlier_incarnations_are_not_let_in(ranks):
 def test_a_call_for_an_earlier_incarnation_is_not_served():
     asked = []
     east, west = Rank("east", serve=lambda channel, purpose: asked.append(purpose)), Rank("west")
-    now = east.as_seen_by(west)
-    earlier = Peer(now.job, "an-earlier-one", now.rank, now.address, now.ticket)
+    now = east.peer
+    earlier = Peer(now.job, "an-earlier-one", now.rank, now.address)
     deadline = Deadline(5, "a test")
     with pytest.raises(OSError):
         west.links.routes.dial(earlier, {"purpose": "fetch"}, deadline).receive(deadline)
@@ -263,19 +261,21 @@ def test_a_call_for_an_earlier_incarnation_is_not_served():
 
 
 def test_no_job_speaks_for_another(ranks):
-    """South has the token, and knows east's name and incarnation, but not what shows west that a call is
-    east's."""
+    """South has a certificate of this run, and knows east's name and incarnation."""
     east, south, west = ranks
-    thief = Rank("east")
-    own = west.as_seen_by(south)
-    for shown in ("", own.ticket, "f" * 64):
-        peer = Peer("west", own.incarnation, 0, own.address, shown)
-        with pytest.raises(PeersFailed, match="token"):
-            thief.links.swap(
-                1, 1, {peer: [memoryview(b"x")]}, {peer: [memoryview(bytearray(1))]}, 1.0
-            )
+    routes = south.links.routes
+    routes.identity = east.identity
+    with pytest.raises(OSError, match="of this caller is of south, not of job 'east'"):
+        routes.dial(west.peer, {"purpose": "exchange", "lane": 0}, Deadline(5, "a test"))
     assert not west.links._open
-    thief.links.close()
+
+
+def test_no_job_answers_for_another(ranks):
+    """South listens at the address that east believes to be west's."""
+    east, south, west = ranks
+    false = Peer("west", west.peer.incarnation, 0, south.links.address)
+    with pytest.raises(OSError, match="has the certificate of south, not of 'west'"):
+        east.links.routes.dial(false, {"purpose": "fetch"}, Deadline(5, "a test"))
 
 
 def test_a_port_that_is_closed_is_named(ranks):
@@ -296,7 +296,7 @@ def test_questions_have_a_connection_of_their_own():
 
     east, west = Rank("east", serve=serve), Rank("west")
     deadline = Deadline(5, "a test")
-    channel = west.links.routes.dial(east.as_seen_by(west), {"purpose": "fetch"}, deadline)
+    channel = west.links.routes.dial(east.peer, {"purpose": "fetch"}, deadline)
     channel.send({"say": "hello"}, deadline)
     assert channel.receive(deadline) == {"echo": "hello"} and asked == ["fetch"]
     channel.close()
@@ -305,14 +305,14 @@ def test_questions_have_a_connection_of_their_own():
 
 
 def test_a_port_in_use_is_named_and_another_of_the_range_is_taken():
-    first = open_port(place_at("", 1), 0)
+    first = open_port(place_at("east", 1), 0)
     port = first.getsockname()[1]
     with pytest.raises(
         HolmesError,
         match=f"rank 3 cannot listen on port {port} of 127.0.0.1 .* --holmes-join-ports",
     ):
-        open_port(place_at("", 1, PortRange((port, port))), 3)
-    second = open_port(place_at("", 1, PortRange((port, min(port + 50, 65535)))), 0)
+        open_port(place_at("east", 1, PortRange((port, port))), 3)
+    second = open_port(place_at("east", 1, PortRange((port, min(port + 50, 65535)))), 0)
     assert second.getsockname()[1] > port
     first.close(), second.close()
 

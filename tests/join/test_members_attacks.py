@@ -1,4 +1,4 @@
-"""What somebody who has the token tries against the coordinator and the other jobs' ranks, and what a crowd
+"""What a member of the run tries against the coordinator and the other jobs' ranks, and what a crowd
 of strangers does to the log: a second look, after those of test_attacks.py and test_liars.py."""
 
 import threading
@@ -8,14 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from coordinator_rules import TIMEOUT, Run
-from joined_jobs import TOKEN, coordinator, place_at
+from joined_jobs import coordinator, credentials_of, place_at
 from waiting import soon
 
 import holmes_ext
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.address import incarnation_of
 from holmes_ext.join.codecs import codec_of
-from holmes_ext.join.coordinator import server as server_module
 from holmes_ext.join.coordinator.client import CoordinatorClient, ask_status
 from holmes_ext.join.peers import routes as routes_module
 from holmes_ext.join.peers.routes import RankIdentity, Routes
@@ -23,7 +21,7 @@ from holmes_ext.join.peers.transfer import Speed
 from holmes_ext.join.settings import parse_outer
 from holmes_ext.join.sockets.channel import BrokenFrame
 from holmes_ext.join.sockets.documents import MOST_VALUES
-from holmes_ext.join.sockets.handshake import Credentials, Refused, call
+from holmes_ext.join.sockets.handshake import Refused
 
 HELLO = {
     "agreed": {"outer": {}},
@@ -39,39 +37,18 @@ HELLO = {
 }
 
 
-def called(port, purpose):
-    return call("127.0.0.1", port, Credentials(TOKEN), purpose, soon())
+def called(port, purpose, job="zero"):
+    """A connection to the coordinator with the certificate of a job."""
+    return place_at(job, port).call(purpose, soon())
 
 
 def test_after_a_restart_nobody_takes_the_name_of_a_job_before_it_is_back():
-    """The first secret that was told for an incarnation, which all jobs know, was believed."""
     with coordinator() as server:
         east = CoordinatorClient(place_at("east", server.port), lambda: HELLO)
-        thief = {
-            "purpose": "job",
-            "job": "east",
-            "incarnation": east.incarnation,
-            "secret": "another",
-        }
-        channel = called(server.port, thief)  # the coordinator is new: east has not been heard yet
-        assert "but is another" in channel.receive(soon())["error"]
-        channel.close()
+        thief = {"purpose": "job", "job": "east", "incarnation": east.incarnation}
+        with pytest.raises(Refused, match="is of zero, not of job 'east'"):
+            called(server.port, thief)  # the coordinator is new: east has not been heard yet
         assert east.ask("enter", {}, soon())["verdict"] == "in"
-        east.close("over")
-
-
-def test_secrets_of_callers_that_join_nothing_are_forgotten(monkeypatch):
-    monkeypatch.setattr(server_module, "_SECRETS", 8)
-    with coordinator() as server:
-        east = CoordinatorClient(place_at("east", server.port), lambda: HELLO)
-        east.ask("enter", {}, soon())
-        for number in range(30):
-            secret = f"s{number}"
-            purpose = {"purpose": "job", "job": "zero", "incarnation": incarnation_of(secret)}
-            called(server.port, {**purpose, "secret": secret}).close()
-        assert len(server._secrets) <= 10
-        told = east.ask("maps", {"of": "east"}, soon())
-        assert told["ticket"], "the secret of a job that is in was forgotten"
         east.close("over")
 
 
@@ -173,7 +150,7 @@ def test_a_document_of_tens_of_millions_of_values_is_not_parsed():
     with coordinator() as server:
         channel = called(
             server.port,
-            {"purpose": "job", "job": "zero", "incarnation": incarnation_of("s"), "secret": "s"},
+            {"purpose": "job", "job": "zero", "incarnation": "1"},
         )
         bomb = b'{"op":"hello","maps":[' + b"[]," * MOST_VALUES + b"[]]}"
         header = channel._sent.header(len(bomb))
@@ -181,18 +158,18 @@ def test_a_document_of_tens_of_millions_of_values_is_not_parsed():
         with pytest.raises((ConnectionResetError, BrokenFrame)):
             channel.receive(soon())
         channel.close()
-        assert ask_status("127.0.0.1", server.port, Credentials(TOKEN))["jobs"] == []
+        assert (
+            ask_status("127.0.0.1", server.port, credentials_of("zero", server.port))["jobs"] == []
+        )
 
 
 def test_addresses_that_others_want_to_be_called_at_do_not_pile_up(monkeypatch):
-    """A standing rank is told of each address by whoever has the token."""
+    """A standing rank is told of each address by any member."""
     monkeypatch.setattr(routes_module, "_NOT_CALLED", 16)
     monkeypatch.setattr(
         routes_module, "call", lambda *arguments: (_ for _ in ()).throw(OSError("closed"))
     )
-    routes = Routes(
-        RankIdentity("east", "1", 0, "s"), place_at("east", 1), None, "127.0.0.1:1", print
-    )
+    routes = Routes(RankIdentity("east", "1", 0), place_at("east", 1), None, "127.0.0.1:1", print)
     for port in range(1, 200):
         assert (
             routes._call_back({"address": f"10.0.0.1:{port}", "job": "zero", "incarnation": "1"})
@@ -205,16 +182,16 @@ def test_the_log_of_a_crowd_from_many_addresses_is_short():
     """Five lines a minute for each address were as many as somebody has addresses."""
     with coordinator() as server:
         for number in range(500):
-            server._complain(f"2001:db8::{number:x}", "it does not know the token")
+            server._complain(f"2001:db8::{number:x}", "it has no certificate")
         assert len(server.told) <= 5
         for number in range(2000):
-            server._complain(f"10.0.{number // 250}.{number % 250}", "it does not know the token")
+            server._complain(f"10.0.{number // 250}.{number % 250}", "it has no certificate")
         assert len(server.told) <= 60 and "are not listed" in server.told[-1]
         assert len(server._complaints) <= 60
 
 
 def test_a_relay_is_none_for_those_without_a_standing_line(monkeypatch):
-    """Who has the token cannot make the coordinator call, or carry bytes to, an address of his choice."""
+    """A member cannot make the coordinator call, or carry bytes to, an address of his choice."""
     from holmes_ext.join.coordinator import relay
 
     monkeypatch.setattr(relay, "WAIT_S", 0.2)
@@ -222,8 +199,7 @@ def test_a_relay_is_none_for_those_without_a_standing_line(monkeypatch):
         purpose = {
             "purpose": "relay",
             "job": "zero",
-            "incarnation": incarnation_of("s"),
-            "secret": "s",
+            "incarnation": "1",
             "to_job": "10.0.0.1",
             "to": "22",
             "to_rank": 0,
@@ -251,23 +227,17 @@ def test_any_bytes_of_a_compressed_pseudo_gradient_are_as_many_elements_as_there
         assert codec.decode(wire, like).shape == like.shape
 
 
-def test_a_caller_of_another_incarnation_or_without_a_name_is_refused():
+def test_a_caller_without_a_name_or_incarnation_is_refused():
     with coordinator() as server:
         for change in (
             {"incarnation": "x" * 65},
             {"job": "a b"},
-            {"secret": ""},
             {"incarnation": ""},
+            {"job": ["zero"]},
         ):
-            purpose = {
-                "purpose": "job",
-                "job": "zero",
-                "incarnation": incarnation_of("s"),
-                "secret": "s",
-            }
-            channel = called(server.port, {**purpose, **change})
-            assert "error" in channel.receive(soon())
-            channel.close()
+            purpose = {"purpose": "job", "job": "zero", "incarnation": "1"}
+            with pytest.raises(Refused):
+                called(server.port, {**purpose, **change})
 
 
 def test_many_jobs_of_one_liar_do_not_keep_others_from_answers():
@@ -280,7 +250,10 @@ def test_many_jobs_of_one_liar_do_not_keep_others_from_answers():
             client.ask("enter", {}, soon())
         with pytest.raises((Refused, HolmesError), match="there are 64 jobs already"):
             clients[64].ask("enter", {}, soon())
-        assert len(ask_status("127.0.0.1", server.port, Credentials(TOKEN))["jobs"]) == 64
+        assert (
+            len(ask_status("127.0.0.1", server.port, credentials_of("zero", server.port))["jobs"])
+            == 64
+        )
         for client in clients:
             client.close("over")
     assert threading.active_count() < 300

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from joined_jobs import TOKEN, coordinator, place_at
+from joined_jobs import coordinator, place_at
 
 from holmes_ext.join.join import join, weights_of
 from holmes_ext.join.patches import torch as joined
@@ -41,39 +41,30 @@ def port():
 
 
 @pytest.mark.parametrize(
-    "name, outer, token, why",
+    "name, outer, why",
     [
-        (
-            "west",
-            "every=4",
-            "a token that is wrong",
-            "the token is not this run's; set HOLMES_JOIN_TOKEN",
-        ),
-        ("first", "every=4", TOKEN, "there is a job named 'first' in this run already"),
+        ("first", "every=4", "there is a job named 'first' in this run already"),
         pytest.param(
             "west",
             "every=4,lr=0.5",
-            TOKEN,
             "it differs from job 'first' in outer lr (0.5 here, 1.0 in first)",
             marks=full,
         ),
         pytest.param(
             "west",
             "every=4,min=3,timeout=1",
-            TOKEN,
             "has waited 1 s for min=3 jobs, but there are only first, west",
             marks=full,
         ),
         pytest.param(
             "west",
             "every=6,fragments=4",
-            TOKEN,
             "every=6 is not divisible by fragments=4",
             marks=full,
         ),
     ],
 )
-def test_one_line_and_status_2(name, outer, token, why, port, tmp_path):
+def test_one_line_and_status_2(name, outer, why, port, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.format(width=4))
     flags = [
         "--holmes-join",
@@ -83,7 +74,7 @@ def test_one_line_and_status_2(name, outer, token, why, port, tmp_path):
         "--holmes-preflight",
         "off",
     ]
-    environment = {**os.environ, "HOLMES_JOIN_TOKEN": token, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(tmp_path / "train.py"), *flags],
         env=environment,
@@ -108,7 +99,7 @@ def test_another_model_is_named_tensor_by_tensor(port, tmp_path):
         "--holmes-preflight",
         "off",
     ]
-    environment = {**os.environ, "HOLMES_JOIN_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(tmp_path / "train.py"), *flags],
         env=environment,

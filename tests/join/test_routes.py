@@ -6,20 +6,20 @@ import threading
 
 import pytest
 import torch
-from joined_jobs import TOKEN, Rank, coordinator, in_threads, joined_of, place_at
+from joined_jobs import Rank, coordinator, credentials_of, in_threads, joined_of, place_at
 from waiting import await_, soon
 
-from holmes_ext.join.address import PortRange, incarnation_of, without_loopback
+from holmes_ext.errors import HolmesError
+from holmes_ext.join.address import PortRange, without_loopback
 from holmes_ext.join.coordinator import relay
-from holmes_ext.join.coordinator.client import ask_status
+from holmes_ext.join.coordinator.client import ask_status, new_incarnation
 from holmes_ext.join.peers import listening
 from holmes_ext.join.peers import routes as routes_module
 from holmes_ext.join.peers.links import PeersFailed
 from holmes_ext.join.peers.listening import open_port
 from holmes_ext.join.peers.routes import Peer, RankIdentity
 from holmes_ext.join.settings import parse_outer
-from holmes_ext.join.sockets import handshake, requests
-from holmes_ext.join.sockets.handshake import Credentials
+from holmes_ext.join.sockets import requests
 from holmes_ext.runtime.sockets import address_text
 
 PATIENCE_S = 60.0
@@ -27,7 +27,7 @@ PATIENCE_S = 60.0
 
 def swap(rank, other, data, number=1):
     """What came of the other one while `data` went to it."""
-    peer, into = other.as_seen_by(rank), bytearray(len(data))
+    peer, into = other.peer, bytearray(len(data))
     rank.links.swap(number, 1, {peer: [memoryview(data)]}, {peer: [memoryview(into)]}, PATIENCE_S)
     return bytes(into)
 
@@ -55,12 +55,6 @@ def both_ways(east, west, size, number=1):
     assert came == {"east": theirs, "west": ours}
 
 
-@pytest.fixture
-def encrypted(monkeypatch):
-    """As between hosts."""
-    monkeypatch.setattr(handshake, "stays_on_host", lambda connection: False)
-
-
 REVERSED, RELAYED = (True, False), (False, False)
 
 
@@ -86,11 +80,7 @@ def test_where_neither_can_be_called_the_coordinator_hands_the_bytes_on(pair):
 
 @pytest.mark.parametrize("pair", [RELAYED], indirect=True)
 def test_the_relay_sees_ciphertext_alone(pair, monkeypatch):
-    """All of it: neither what is exchanged, nor who calls, nor the tickets.
-
-    Also where the coordinator is on the host of both ranks: one end sent plain text where the other
-    end, on another host, did not accept it.
-    """
+    """Neither what is exchanged nor who calls, also where the coordinator is on the host of both ranks."""
     seen, read = bytearray(), relay._Direction.read
 
     def watched(direction):
@@ -107,12 +97,12 @@ def test_the_relay_sees_ciphertext_alone(pair, monkeypatch):
     )
     assert came == {"east": data, "west": data}
     assert len(seen) > 2 * len(data)
-    for text in (b"weights of this run", b"challenge", b"exchange", b"incarnation"):
+    for text in (b"weights of this run", b"purpose", b"exchange", b"incarnation"):
         assert text not in seen
 
 
 @pytest.mark.parametrize("pair", [REVERSED], indirect=True)
-def test_who_calls_back_encrypts_as_well(pair, encrypted):
+def test_who_calls_back_encrypts_as_well(pair):
     server, east, west = pair
     both_ways(east, west, 100_000)
     assert server.relay.counted() == {}
@@ -135,21 +125,23 @@ def test_a_rank_that_is_gone_is_told(monkeypatch):
     monkeypatch.setattr(relay, "WAIT_S", 0.2)
     with coordinator() as server:
         east = Rank("east", server.port, False)
-        gone = Peer("west", "an-incarnation", 0, "", "t")
+        gone = Peer("west", "an-incarnation", 0, "")
         with pytest.raises(PeersFailed, match="it has no standing line to the coordinator"):
             east.links.swap(1, 1, {gone: [memoryview(b"x")]}, {gone: []}, 4.0)
         east.links.close()
 
 
 @pytest.mark.parametrize("pair", [RELAYED], indirect=True)
-def test_who_has_the_token_alone_is_not_let_in_by_the_relay(pair):
-    """The relayed connection has a handshake of its own: the ticket of another job does not open it."""
-    _, east, west = pair
-    peer = west.as_seen_by(east)
-    thief = Peer(peer.job, peer.incarnation, peer.rank, "", "f" * 64)
-    with pytest.raises(PeersFailed, match="token"):
-        east.links.swap(1, 1, {thief: [memoryview(b"x")]}, {thief: []}, 4.0)
+def test_who_has_the_certificate_of_another_job_is_not_let_in_by_the_relay(pair):
+    """The relayed connection has a handshake of its own, between the two ranks."""
+    server, east, west = pair
+    south = Rank("south", server.port, False)
+    routes = south.links.routes
+    facts = {**east.identity.facts, "purpose": "exchange", "to": west.identity.incarnation}
+    with pytest.raises(HolmesError, match="of this caller is of south, not of job 'east'"):
+        routes._dial_through_coordinator(west.peer, facts, soon())
     assert not west.links._open
+    south.links.close()
 
 
 @pytest.mark.parametrize("pair", [RELAYED], indirect=True)
@@ -168,12 +160,11 @@ def test_a_standing_line_on_which_something_else_came_is_dropped(monkeypatch):
         told = {
             "purpose": "standby",
             "job": "west",
-            "incarnation": incarnation_of("s"),
-            "secret": "s",
+            "incarnation": "1",
             "rank": 0,
         }
         deadline = soon()
-        line = handshake.call("127.0.0.1", server.port, Credentials(TOKEN), told, deadline)
+        line = place_at("west", server.port).call(told, deadline)
         await_(lambda: server.relay._lines)
         line.send({"nobody": "asked"}, deadline)
         await_(lambda: not server.relay._lines)
@@ -221,7 +212,7 @@ def run(east_listens, west_listens):
             }
         )
         assert sum("commit (" in line for line in server.told) == 10, server.told
-        status = ask_status("127.0.0.1", server.port, Credentials(TOKEN))
+        status = ask_status("127.0.0.1", server.port, credentials_of("east", server.port))
     return found, {job["job"]: job["relayed"] for job in status["jobs"] if job["relayed"]}
 
 
@@ -239,7 +230,7 @@ def test_a_port_that_is_closed_from_outside_is_found_at_the_start(monkeypatch):
     with coordinator() as server:
         place, identity = (
             place_at("east", server.port),
-            RankIdentity("east", incarnation_of("s"), 0, "s"),
+            RankIdentity("east", "1", 0),
         )
         opened = open_port(place, 0)
 
@@ -293,6 +284,6 @@ def test_a_loopback_address_that_leads_nowhere_is_not_published():
     """The coordinator is at the far end of a tunnel: its 127.0.0.1 is another host's."""
     with coordinator() as server, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # nobody listens
-        identity = RankIdentity("east", incarnation_of("s"), 0, "s")
+        identity = RankIdentity("east", new_incarnation(), 0)
         place = place_at("east", server.port)
         assert listening.published_address(place, closed, identity) == ""

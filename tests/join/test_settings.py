@@ -1,12 +1,14 @@
 """What stands after --holmes-join and --holmes-outer: read, and refused in one line."""
 
+from dataclasses import replace
+
 import pytest
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join import training
 from holmes_ext.join.address import JoinAddress, parse_address, port_range
-from holmes_ext.join.settings import parse_outer
-from holmes_ext.options import Options, options_from
+from holmes_ext.join.settings import merge_settings, parse_outer
+from holmes_ext.options import Options, options_from, parse_flags
 
 
 def test_what_is_not_given_suits_what_is():
@@ -107,28 +109,28 @@ def test_ports_and_addresses():
             port_range(ports, address, environ)
 
 
-def test_what_others_can_read_is_said(monkeypatch):
-    environ = {"HOLMES_JOIN_TOKEN": "correct horse battery staple"}
+def test_options_about_certificates(monkeypatch):
     monkeypatch.setattr(training, "_job", None)
-    assert (
-        "encrypted between hosts (TLS 1.3)"
-        in training.request(options_from(join="east@10.0.0.1"), environ)[0]
-    )
-    assert (
-        "NOT encrypted"
-        in training.request(options_from(join="east@10.0.0.1", join_plain="on"), environ)[0]
-    )
-    guessed = training.request(
-        options_from(join="east@10.0.0.1"), {"HOLMES_JOIN_TOKEN": "aaaaaaaaaaaa"}
-    )
-    assert "can be guessed" in guessed[1]
+    (line,) = training.request(options_from(join="east@10.0.0.1"), {})
+    assert "encrypted between jobs (TLS 1.3)" in line
+    with pytest.raises(HolmesError, match="give both, or none"):
+        training.request(options_from(join="east@10.0.0.1", join_ca="ca.pem"), {})
+    both = {"join_certificate": "job.pem", "join_ca": "ca.pem"}
+    with pytest.raises(HolmesError, match="with --holmes-join-certificate leave it out"):
+        training.request(options_from(join="east@10.0.0.1", join_invitation="i", **both), {})
     monkeypatch.setattr(training, "find_spec", lambda name: None)
     with pytest.raises(HolmesError, match=r"pip install 'holmes_ext\[join\]'"):
-        training.request(options_from(join="east@10.0.0.1"), environ)
-    assert training.request(options_from(join="east@127.0.0.1"), environ), "nothing leaves the host"
-    with pytest.raises(HolmesError, match="give both, or none"):
-        training.request(options_from(join="east@10.0.0.1", join_ca="ca.pem"), environ)
+        training.request(options_from(join="east@127.0.0.1"), {})
+    assert training.request(options_from(join="east@10.0.0.1", **both), {}), "they need no package"
     training.end()
+
+
+def test_removed_options_say_what_replaces_them():
+    with pytest.raises(HolmesError, match="--holmes-join-plain was removed; all traffic"):
+        parse_flags(["--holmes-join-plain", "on"], {})
+    for name in ("HOLMES_JOIN_TOKEN", "HOLMES_JOIN_TOKEN_FILE"):
+        with pytest.raises(HolmesError, match=f"{name} was removed; run `holmes join invite NAME"):
+            parse_flags([], {name: "x"})
 
 
 def test_without_join_nothing_is_asked_for():
@@ -136,6 +138,35 @@ def test_without_join_nothing_is_asked_for():
     assert not training.claim(object(), lambda: pytest.fail("it was asked"))
     with pytest.raises(HolmesError, match="give --holmes-join"):
         training.request(options_from(outer="every=4"), {})
+
+
+def test_a_job_has_the_settings_of_the_run():
+    run = parse_outer("every=16,fragments=2,delay=3,compress=off,min=2")
+    assert merge_settings(run, "") == run
+    own = merge_settings(run, "timeout=5,part=1/2,every=16")
+    assert own == replace(run, timeout=5.0, part="1/2")
+    seconds = parse_outer("every=60s,momentum=0.5")
+    assert merge_settings(seconds, "every=60s,momentum=0.5") == seconds
+
+
+@pytest.mark.parametrize(
+    "run, given, words",
+    [
+        ("every=16", "every=32", "every=32 contradicts this run: `holmes join serve` has every=16"),
+        ("every=60s", "every=32", "every=32 contradicts this run: .* has every=60s"),
+        ("every=32", "every=60s", "every=60s contradicts this run: .* has every=32"),
+        ("", "min=64", "min=64 contradicts this run: .* has min=1"),
+        ("", "momentum=0.5", "momentum=0.5 contradicts this run: .* has momentum=auto"),
+        (
+            "momentum=0.5",
+            "momentum=auto",
+            "momentum=auto contradicts this run: .* has momentum=0.5",
+        ),
+    ],
+)
+def test_a_job_cannot_contradict_the_settings_of_the_run(run, given, words):
+    with pytest.raises(HolmesError, match=words):
+        merge_settings(parse_outer(run), given)
 
 
 def test_own_settings_may_differ():

@@ -3,7 +3,7 @@ process."""
 
 import pytest
 import torch
-from joined_jobs import TOKEN, batch, coordinator, in_threads, model_of, plain_sgd
+from joined_jobs import batch, coordinator, in_threads, model_of, plain_sgd
 from ranks import RankError, run_ranks
 from torch import nn
 
@@ -26,9 +26,7 @@ def script(model, optimizer, job, rank, ranks, steps, after=lambda step: None):
 
 def rank_of(rank, ranks, kind, job, name, port, outer, steps, sgd=False):
     """One rank; all weights after the last step."""
-    training.request(
-        options_from(join=f"{name}@127.0.0.1:{port}", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN}
-    )
+    training.request(options_from(join=f"{name}@127.0.0.1:{port}", outer=outer))
     joined.attach()
     model = model_of(3 + (rank if kind == "not replicated" else 0))
     if kind == "ddp":
@@ -134,7 +132,7 @@ def test_ranks_that_hold_different_weights_are_refused():
 
 
 def two_optimizers(rank, port):
-    training.request(options_from(join=f"east@127.0.0.1:{port}"), {"HOLMES_JOIN_TOKEN": TOKEN})
+    training.request(options_from(join=f"east@127.0.0.1:{port}"))
     joined.attach()
     for model in (model_of(), model_of()):
         script(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, 0, 1, 1)
@@ -146,9 +144,7 @@ def test_two_optimizers_are_refused():
 
 
 def sampled(rank, ranks, job):
-    training.request(
-        options_from(join="east@127.0.0.1:1", outer=f"part={job}/2"), {"HOLMES_JOIN_TOKEN": TOKEN}
-    )
+    training.request(options_from(join="east@127.0.0.1:1", outer=f"part={job}/2"))
     from torch.utils.data.distributed import DistributedSampler
 
     call = joined.PATCHES[0].wrap

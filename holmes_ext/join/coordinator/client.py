@@ -20,10 +20,17 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.address import JoinPlace, incarnation_of
+from holmes_ext.join.address import JoinPlace
 from holmes_ext.join.coordinator.state import HEARTBEAT_S
 from holmes_ext.join.sockets.channel import Channel
-from holmes_ext.join.sockets.handshake import HANDSHAKE_S, Credentials, Refused, call, printable
+from holmes_ext.join.sockets.handshake import (
+    HANDSHAKE_S,
+    Credentials,
+    NotAuthentic,
+    Refused,
+    call,
+    printable,
+)
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import address_text
 from holmes_ext.words import why
@@ -34,6 +41,9 @@ POLL_S = 1.0
 IDLE_S = 0.2
 #: Seconds between two attempts to reach a coordinator that is not there.
 _RETRY_S = 0.5
+#: Seconds that a request of a job in training still waits once another process has answered in the
+#: coordinator's place.
+_IMPOSTOR_S = 2.0
 #: Seconds that a reply may take beyond POLL_S, until the connection counts as lost.
 _SLOW_S = 10.0
 #: Bytes of the longest reply: the shard maps of a job with thousands of ranks.
@@ -42,6 +52,11 @@ _LONGEST = 64 * 2**20
 _HEARTBEAT_S = 5.0
 #: Seconds that close() waits for the last heartbeat.
 _LAST_S = 2.0
+
+
+def new_incarnation() -> str:
+    """Return a random name for a start of a job."""
+    return secrets.token_hex(16)
 
 
 class RoundSalt(NamedTuple):
@@ -58,20 +73,21 @@ class RoundSalt(NamedTuple):
 class CoordinatorClient:
     """Connection of a job to the coordinator, restored whenever it is lost. Not thread-safe.
 
-    A refusal before the first accepted request is an error of the user (a wrong token, other settings) and
-    is raised. Once the coordinator has accepted the job, a refusal counts as no reply, so that an
-    impostor at the coordinator's address cannot end training.
+    A refusal is raised at once: TLS has proved that it comes from the coordinator. If another process
+    answers at its address, that is an error of the user before the first accepted request, and is raised.
+    Later it counts as no reply, so that an impostor cannot end training.
 
     Args:
         place: Address of the coordinator, and the credentials of this job.
         hello: Returns the `hello` document of the job; called whenever it must be sent (again).
-        secret: Secret of this start of the job; "": a random one.
+        incarnation: Name of this start of the job; "": a random one.
     """
 
-    def __init__(self, place: JoinPlace, hello: Callable[[], Mapping[str, Any]], secret: str = ""):
-        self._secret = secret or secrets.token_hex(16)
+    def __init__(
+        self, place: JoinPlace, hello: Callable[[], Mapping[str, Any]], incarnation: str = ""
+    ):
         self.job = place.address.job
-        self.incarnation = incarnation_of(self._secret)
+        self.incarnation = incarnation or new_incarnation()
         self._place = place
         self._hello = hello
         self._channel: Channel | None = None
@@ -92,10 +108,12 @@ class CoordinatorClient:
             deadline: Until when the request is repeated.
 
         Raises:
-            Refused: The reply is an error, and no request of this job was accepted before.
+            Refused: The reply is an error, or another process has answered and no request of this job
+                was accepted before.
             TimeoutError: No reply came before the deadline.
         """
         reason = "it did not answer"
+        seconds = deadline.seconds
         while not deadline.passed:
             try:
                 if self._channel is None:
@@ -112,18 +130,22 @@ class CoordinatorClient:
                     self._accepted = True
                     return reply
                 # Otherwise nothing is decided yet, and the request is repeated.
-            except Refused as error:
+            except NotAuthentic as error:
                 if not self._accepted:
                     raise
-                # It may come from an impostor at the coordinator's address: it must not end training.
+                # An impostor at the coordinator's address must not end training, nor stall it for long.
                 reason = str(error)
+                deadline = deadline.part(_IMPOSTOR_S, deadline.operation)
                 self._reconnect_later(deadline)
+            except Refused:
+                self._drop()
+                raise
             except OSError as error:
                 reason = why(error)
                 self._reconnect_later(deadline)
         address = address_text(self._place.address.host, self._place.address.port)
         raise TimeoutError(
-            f"the coordinator at {address} did not answer {op!r} in {deadline.seconds:.3g} s ({reason})"
+            f"the coordinator at {address} did not answer {op!r} in {seconds:.3g} s ({reason})"
         )
 
     @property
@@ -178,7 +200,7 @@ class CoordinatorClient:
             OSError: The coordinator was not reached before the deadline.
             Refused: The coordinator rejected this job.
         """
-        identity = {"job": self.job, "incarnation": self.incarnation, "secret": self._secret}
+        identity = {"job": self.job, "incarnation": self.incarnation}
         part = deadline.part(HANDSHAKE_S, "the coordinator's handshake")
         return self._place.call({"purpose": purpose, **identity}, part)
 
@@ -211,7 +233,7 @@ class CoordinatorClient:
         Replies also contain the salt of the next round, which becomes `self.salt`: a random text
         that goes into the checksum of the job's weights, so that no job can report a checksum that
         it has copied from another. The job needs the salt before it asks for that round, so every
-        reply contains it.
+        reply contains it. The list of revoked certificates is in the replies, too.
 
         Raises:
             Refused: The reply is an error.
@@ -225,6 +247,8 @@ class CoordinatorClient:
         self.answers = True
         if "error" in reply:
             raise Refused(printable(str(reply["error"])))
+        if "revoked" in reply:
+            self._place.credentials.revoke(map(str, reply["revoked"]))
         match reply.get("salt_of_next"):  # [number of the round, salt]
             case [int(number), str(salt)]:  # anything else is malformed: keep the previous salt
                 self.salt = RoundSalt(number, salt)
@@ -328,12 +352,13 @@ def ask_status(
     """Return the state of a run, as its coordinator reports it (see CoordinatorServer.status).
 
     Raises:
-        HolmesError: The coordinator cannot be reached, or rejects the token.
+        HolmesError: The coordinator cannot be reached, or rejects the certificate.
     """
     address = address_text(host, port)
     deadline = Deadline(timeout_s, "the coordinator's answer")
+    name = credentials.coordinator_name(host)
     try:
-        channel = call(host, port, credentials, {"purpose": "status"}, deadline)
+        channel = call(host, port, credentials, name, {"purpose": "status"}, deadline)
     except OSError as error:
         raise HolmesError(
             f"no coordinator answers at {address} ({why(error)}); is `holmes join serve` running there?"

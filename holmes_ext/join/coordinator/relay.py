@@ -216,9 +216,8 @@ class PeerRelay:
     def _forward(self, caller: Channel, job: str, line: _Line) -> None:
         """Forward bytes between a caller and the rank of a standby line until both have ended.
 
-        The two ranks encrypt the bytes end to end, with a TLS handshake of their own, wherever they
-        are (unless the run is not encrypted at all). The caller gets an error instead if MOST_PAIRS
-        pairs are open, or the limit of bytes is reached.
+        The two ranks encrypt the bytes end to end, with a TLS handshake of their own. The caller
+        gets an error instead if MOST_PAIRS pairs are open, or the limit of bytes is reached.
 
         Args:
             caller: The caller's connection.

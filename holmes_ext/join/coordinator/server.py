@@ -7,6 +7,8 @@ and names its purpose in the handshake:
     job         requests {"op": "hello" | "enter" | "ready" | "next" | "done" | "checked" | "maps", ...}
     status      one reply: the state of the run, as `holmes join status` displays it
     reachable   one reply: whether the caller's port accepts connections
+    settings    one reply: the --outer settings of the run
+    redeem      one reply: the certificate of a job that has shown its invitation
     standby     a rank that cannot be called waits for calls (relay.py)
     relay       a rank calls a rank on standby (relay.py)
 
@@ -21,34 +23,36 @@ Protocol of a request:
 So no job waits for ever: every request is answered within POLL_S seconds, and the coordinator's rules give
 up jobs that stay silent.
 
-A connection speaks for the job named in its handshake, and proves it with the secret whose hash is the job's
-incarnation. No job can speak for another, even right after a restart of the coordinator. A job
-that sends an impossible report is dropped.
+A connection speaks for the job named in its handshake, which must be in the caller's certificate. So no job
+can speak for another. One certificate stands for one job at a time, so nobody has several votes. A job that
+sends an impossible report is dropped, and so is one whose certificate was revoked.
 """
 
 from __future__ import annotations
 
-import hmac
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.address import (
-    incarnation_of,
-    is_name,
-    is_reachable,
-    ticket,
-)
 from holmes_ext.join.coordinator.client import IDLE_S, POLL_S
 from holmes_ext.join.coordinator.coordinator import Coordinator
+from holmes_ext.join.coordinator.gate import (
+    SETTINGS,
+    STATUS,
+    Gate,
+    JobIdentity,
+    problem_at_coordinator,
+)
 from holmes_ext.join.coordinator.lock_step import LockStepRounds
+from holmes_ext.join.coordinator.reachable import is_reachable
 from holmes_ext.join.coordinator.relay import PeerRelay
 from holmes_ext.join.coordinator.reports import (
     TELEMETRY,
+    Hello,
     checked_from,
     done_from,
     hello_from,
@@ -56,11 +60,14 @@ from holmes_ext.join.coordinator.reports import (
 )
 from holmes_ext.join.coordinator.rolling import RollingRounds
 from holmes_ext.join.coordinator.state import NotInRun
+from holmes_ext.join.identity.invitation import REDEEM
+from holmes_ext.join.identity.run_folder import ServedRun
+from holmes_ext.join.settings import OuterSettings
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.join.sockets.handshake import (
     HANDSHAKE_S,
-    Credentials,
     NotHolmes,
+    Purpose,
     Refused,
     answer,
     printable,
@@ -89,8 +96,6 @@ _SHORTEST_WAIT_S = 0.01
 _LONGEST_WAIT_S = 0.25
 #: Seconds between two checks for silent jobs.
 _LOOK_S = 1.0
-#: Secrets that are remembered of incarnations that are not in the run.
-_SECRETS = 1024
 #: Seconds over which log lines about rejected callers are counted.
 _COMPLAINTS_S = 60.0
 #: Log lines about rejected callers in that time, of each network and in all.
@@ -100,13 +105,6 @@ _COMPLAINTS_IN_ALL = 60
 _ADMITTED = 8192
 #: Characters of the name of a job in a request for its shard maps.
 _LONGEST_NAME = 100
-
-
-class JobIdentity(NamedTuple):
-    """Name and incarnation (start) of the job at the other end of a connection."""
-
-    job: str
-    incarnation: str
 
 
 class Complaint(NamedTuple):
@@ -123,27 +121,29 @@ class CoordinatorServer:
         self,
         host: str,
         port: int,
-        credentials: Credentials,
+        open_run: Callable[[int], ServedRun],
         tell: Callable[[str], None],
         relay: PeerRelay | None = None,
         services: Sequence[Service] = (),
+        settings: OuterSettings | None = None,
     ):
         """Listen on a TCP port for the jobs of one run; serve() answers them.
 
         Args:
             host: Address to listen on; "": all addresses of this host.
             port: Port to listen on; 0: any free one. The attribute `port` is the actual one.
-            credentials: Token and certificates of the run.
+            open_run: Returns the state folder and the certificate of the run; called once, with the
+                actual port.
             tell: Called with each line for the log.
             relay: Forwards bytes between ranks that cannot call each other; default: without limit.
             services: What runs beside the coordinator, such as an HTTP endpoint for metrics. At its
                 begin, serve() calls each function with this server; at its end, it closes the
                 returned context managers. A service reads status() in threads of its own.
+            settings: Settings that all jobs of the run must have; None: those of its first job.
 
         Raises:
-            HolmesError: The address or the port cannot be used.
+            HolmesError: The address, the port or the state folder cannot be used.
         """
-        self._credentials = credentials
         self._tell = tell
         self._services = services
         self.relay = relay or PeerRelay()
@@ -152,7 +152,6 @@ class CoordinatorServer:
         # The policies decide when a round begins: one for rounds=sync, one for rounds=async.
         self._coordinator = Coordinator(time.monotonic(), policies=(LockStepRounds, RollingRounds))
         self._heartbeats: dict[JobIdentity, Channel] = {}  # open connections for heartbeats
-        self._secrets: dict[JobIdentity, str] = {}  # of jobs; tickets for calls derive from it
         self._complaints: list[Complaint] = []  # of the last minute; their number is limited
         self._logged_events = 0  # number of the coordinator's events that were passed to `tell`
         self._memory = request_memory()
@@ -168,6 +167,11 @@ class CoordinatorServer:
                 " --host or --port"
             ) from None
         self.port = self._listener.port
+        try:
+            self._gate = Gate(open_run(self.port), settings)
+        except BaseException:
+            self._listener.close()
+            raise
 
     def serve(self) -> None:
         """Answer jobs until close() is called; run the `services`, such as metrics, beside it."""
@@ -186,32 +190,32 @@ class CoordinatorServer:
     def _serve_connection(self, guest: Guest) -> None:
         """Serve an accepted connection, in its thread, until it ends.
 
-        In the handshake the caller proves that it knows the run's token, and sends its purpose: a
-        document that says what the connection is for. All callers but "status" are ranks of a job,
-        and must prove which job. A caller with an unknown purpose is disconnected.
+        In the handshake the caller shows its certificate, and sends its purpose: a document that
+        says what the connection is for. All callers but those of "status" and "redeem" are ranks of
+        the job that the certificate names. A caller with an unknown purpose is disconnected.
 
         Args:
             guest: The accepted connection. The number of unauthenticated ones is limited; admit() makes
                 it count as authenticated.
         """
+        self._read_revocations()
         try:
             deadline = Deadline(HANDSHAKE_S, "the handshake")
             # guest.becomes(): use the TLS socket that answer() makes from now on.
-            channel, purpose = answer(
-                guest.socket, self._credentials, deadline, on_tls=guest.becomes
+            channel, purpose, holder = answer(
+                guest.socket,
+                self._gate.credentials,
+                deadline,
+                problem_of=problem_at_coordinator,
+                on_tls=guest.becomes,
             )
         except (NotHolmes, Refused) as error:
             self._complain(guest.host, str(error))
             return
-        if purpose.get("purpose") == "status":
-            channel.send(self.status(), deadline)
+        if purpose.get("purpose") in (STATUS, SETTINGS, REDEEM):
+            channel.send(self._short_reply(guest.host, purpose), deadline)
             return
-        try:
-            identity = self._verify_identity(purpose)
-        except HolmesError as error:
-            channel.send({"error": str(error)}, deadline)
-            self._complain(guest.host, str(error))
-            return
+        identity = JobIdentity(str(purpose["job"]), str(purpose["incarnation"]), holder.fingerprint)
         if not guest.admit():
             channel.send({"error": "there are too many connections"}, deadline)
             return
@@ -228,37 +232,36 @@ class CoordinatorServer:
                 reply = {"reachable": is_reachable(guest.host, purpose.get("port"))}
                 channel.send(reply, Deadline(ANSWER_S, "an answer"))
 
-    def _verify_identity(self, purpose: Mapping[str, Any]) -> JobIdentity:
-        """Verify which job a connection speaks for, remember the job's secret, and return the job.
+    def _short_reply(self, host: str, purpose: Purpose) -> dict[str, Any]:
+        """Return the reply to a caller that needs one document: a status, settings, a certificate."""
+        match purpose.get("purpose"):
+            case "status":
+                return self.status()
+            case "settings":
+                return self._gate.settings_reply()
+        try:
+            reply = self._gate.redeem_reply(purpose)
+        except HolmesError as error:
+            self._complain(host, str(error))
+            return {"error": str(error)}
+        self._tell(f"job {purpose.get('job')} has got its certificate")
+        return reply
 
-        A job's incarnation is a hash of the secret that the start of the job has drawn, so the
-        secret proves the identity. It is kept for the tickets with which other jobs call this job's
-        ranks; of jobs that are not in the run, only the latest secrets are kept.
-
-        Args:
-            purpose: Document of the handshake, with the caller's job, incarnation and secret.
-
-        Raises:
-            HolmesError: The caller does not prove that it is this job.
-        """
-        job = str(purpose.get("job", ""))
-        incarnation = str(purpose.get("incarnation", ""))
-        secret = str(purpose.get("secret", ""))
-        # Limits the length and the characters of what is kept and logged.
-        if not is_name(job) or not is_name(incarnation) or not is_name(secret):
-            raise HolmesError("a caller names no job, incarnation and secret")
-        if not hmac.compare_digest(incarnation_of(secret), incarnation):
-            raise HolmesError(f"a caller says that it is job {job}, but is another")
-        identity = JobIdentity(job, incarnation)
+    def _read_revocations(self) -> None:
+        """End the connections of jobs that `holmes join revoke` has named since the last call."""
         with self._changed:
-            self._secrets[identity] = secret
-            # Forget the oldest secrets of jobs that are not in the run.
-            members = self._coordinator.state.members.values()
-            in_run = {(member.name, member.incarnation) for member in members}
-            not_in_run = [key for key in self._secrets if key not in in_run]
-            for old in not_in_run[:-_SECRETS]:
-                del self._secrets[old]
-        return identity
+            try:
+                entries = self._gate.revoked_since()
+            except (OSError, HolmesError) as error:  # the list that was read last stays valid
+                self._tell(f"the list of revoked jobs cannot be read: {error}")
+                return
+            if entries is None:
+                return
+            for member in self._coordinator.state.present():
+                if self._gate.is_revoked(member.name, entries):
+                    self._coordinator.gone(member.name, member.incarnation, "it was revoked")
+            self._log_events(wake=True)
+        self._gate.credentials.revoke(entries)
 
     def _complain(self, host: str, reason: str) -> None:
         """Log that a caller was rejected, unless the log has many such lines of the last minute.
@@ -332,6 +335,7 @@ class CoordinatorServer:
 
         Each reply also contains a salt: a random text for the checksum of the job's weights in the
         next round. Only a job that has the weights can compute that checksum, so none can copy it.
+        The reply also lists the revoked certificates, which all jobs must refuse.
         """
         try:
             reply = self._decide(identity, question)
@@ -346,7 +350,10 @@ class CoordinatorServer:
             reply = {"error": str(error)}
         state = self._coordinator.state
         next_round = state.number + 1
-        return {**reply, "salt_of_next": [next_round, state.salt("round", next_round)]}
+        reply = {**reply, "salt_of_next": [next_round, state.salt("round", next_round)]}
+        if revoked := self._gate.credentials.revoked:
+            reply["revoked"] = sorted(revoked)
+        return reply
 
     def _decide(self, identity: JobIdentity, request: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to a request, after waiting up to POLL_S seconds for a decision.
@@ -391,15 +398,15 @@ class CoordinatorServer:
             HolmesError: The request is malformed.
             NotInRun: The job has to say hello first.
         """
-        job, incarnation = identity
+        job = identity.job
         op = str(request.get("op"))
         coordinator = self._coordinator
         if op == "hello":
             hello = hello_from(request)
-            return lambda now: coordinator.hello(job, incarnation, hello, now)
+            return lambda now: self._hello(identity, hello, now)
         with self._changed:
             member = coordinator.state.member(job)
-            if member.incarnation != incarnation:
+            if member.incarnation != identity.incarnation:
                 raise NotInRun(job)
             fragments = len(member.claims)  # a job claims a version of each fragment of the model
         if op == "enter":
@@ -415,27 +422,24 @@ class CoordinatorServer:
             return lambda now: coordinator.checked(job, checked_report, now)
         if op == "maps":
             other_job = str(request.get("of"))[:_LONGEST_NAME]
-            return lambda now: self._maps_of(other_job, identity)
+            return lambda now: coordinator.maps_of(job, other_job)
         raise HolmesError(
             f"the coordinator does not know {op!r:.40}; install the same holmes_ext everywhere"
         )
 
-    def _maps_of(self, other_job: str, caller: JobIdentity) -> dict[str, Any]:
-        """Return shards and addresses of another job, and a ticket to connect to its ranks.
+    def _hello(self, identity: JobIdentity, hello: Hello, now: float) -> dict[str, Any] | None:
+        """Let a job join or reconnect; None: nothing is decided yet.
 
-        The ticket proves the caller's identity to those ranks. It is derived from a secret that the
-        other job shares with the coordinator only. There is no ticket if the other job is gone.
-
-        Args:
-            other_job: Name of the job whose ranks the caller wants to call.
-            caller: The job that asks.
+        Raises:
+            HolmesError: Its certificate or its settings do not allow it, or the coordinator refuses it.
         """
-        reply = self._coordinator.maps_of(caller.job, other_job)
-        incarnation = str(reply.get("incarnation"))  # of the current start of the other job
-        secret = self._secrets.get(JobIdentity(other_job, incarnation), "")
-        if not secret:  # the other job is gone, or its secret was forgotten
-            return reply
-        return {**reply, "ticket": ticket(secret, caller.job, caller.incarnation)}
+        state = self._coordinator.state
+        present = [member.name for member in state.present()]
+        hello = self._gate.admit_hello(identity, hello, present)
+        reply = self._coordinator.hello(identity.job, identity.incarnation, hello, now)
+        if reply is not None:
+            self._gate.record(identity, state.members)
+        return reply
 
     def _log_events(self, wake: bool = False) -> None:
         """Log the coordinator's new events, and wake the waiting requests. The caller holds the lock.
@@ -453,8 +457,9 @@ class CoordinatorServer:
         self._logged_events = len(events)
 
     def _watch_silence(self) -> None:
-        """Give up silent jobs, once a second until the server is closed."""
+        """Give up silent and revoked jobs, once a second until the server is closed."""
         while not self._ended.wait(_LOOK_S):
+            self._read_revocations()
             with self._changed:
                 self._coordinator.look(time.monotonic())
                 self._log_events()

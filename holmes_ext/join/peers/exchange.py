@@ -47,7 +47,7 @@ class Attempt:
                 order of aggregation; with this job.
             pieces: Ranges of elements that this rank exchanges. Each range has a map: job -> its
                 rank that exchanges these elements.
-            peers: (name of another job, rank of it) -> address and ticket to connect to that rank.
+            peers: (name of another job, rank of it) -> address of that rank.
             codec: Compression of the pseudo-gradients. Without other members nothing is sent, so
                 nothing is compressed.
         """

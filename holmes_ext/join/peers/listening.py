@@ -107,12 +107,11 @@ def _can_be_called(port: int, place: JoinPlace, identity: RankIdentity) -> bool:
     Args:
         port: The port.
         place: Address of the coordinator.
-        identity: This rank, and the secret that proves its identity.
+        identity: This rank.
     """
     deadline = Deadline(_ASK_S, "asking whether this rank can be called")
     question = {
         **identity.facts,
-        "secret": identity.secret,
         "purpose": "reachable",
         "port": port,
     }

@@ -6,8 +6,8 @@
     relayed     neither rank can be called, or a direct connection between the two jobs has failed: the
                 coordinator forwards the bytes (coordinator/relay.py)
 
-On each connection both ends prove that they know the run's token, and the caller's ticket for the called
-rank. The coordinator gives this ticket only to the caller's job, so no job can speak for another.
+On each connection both ends show a certificate with the name of their job, so no job can speak for another. A
+relayed connection uses TLS between the two ranks, so the coordinator sees only ciphertext.
 
 No call waits for ever: dial() has a deadline, and the standby thread opens a new line whenever the old one
 fails or has been silent for an hour.
@@ -21,16 +21,17 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.address import JoinPlace, is_loopback_address, ticket
+from holmes_ext.join.address import JoinPlace, is_loopback_address
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.join.sockets.handshake import (
     HANDSHAKE_S,
     NotHolmes,
+    Purpose,
     Refused,
     answer,
     call,
@@ -48,29 +49,25 @@ _RELAY_S = 25.0
 _RETRY_S = 2.0
 #: Seconds without a call after which a standby line is opened anew.
 _STANDING_S = 3600.0
-#: Most connections at a time whose caller has not proved the token yet: in all, and from one
-#: address.
+#: Most connections at a time whose caller is not authenticated yet: in all, and from one address.
 _MOST_UNPROVEN = 32
 _PER_ADDRESS = 16
-#: Connections at a time that have proved the token.
+#: Connections at a time whose caller is authenticated.
 _ADMITTED = 512
 #: Addresses that are remembered because they could not be called back.
 _NOT_CALLED = 4096
 #: Least timeout of a queue, in seconds.
 _LEAST_TIMEOUT_S = 0.001
-#: Document that a caller sends in the handshake: what the connection is for, and who calls.
-Purpose = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank of another job, with the address and the ticket that are needed to connect to it."""
+    """A rank of another job, with the address that is needed to connect to it."""
 
     job: str
     incarnation: str  # of the job
     rank: int
     address: str = ""  # HOST:PORT; "": only through the coordinator
-    ticket: str = ""  # proves to the rank that this job calls
 
     def __str__(self) -> str:
         return f"rank {self.rank} of job {self.job}"
@@ -83,11 +80,10 @@ class RankIdentity:
     job: str
     incarnation: str  # of the job
     rank: int
-    secret: str  # of the incarnation, which only its ranks and the coordinator have
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return this rank's identity without the secret, as it names itself to a rank that it calls."""
+        """Return this rank's identity, as it names itself to whom it calls."""
         return {"job": self.job, "incarnation": self.incarnation, "rank": self.rank}
 
 
@@ -97,7 +93,7 @@ class _ExpectedCallback(NamedTuple):
     The waiting thread gets the connection from the queue `channels`.
     """
 
-    ticket: str  # that the called rank must prove
+    job: str  # of the called rank
     channels: queue.SimpleQueue[Channel]  # gets the connection
 
 
@@ -195,8 +191,7 @@ class Routes:
             if peer.address and not self.uses_relay(peer.job):
                 host, port = split_address(peer.address)
                 part = deadline.part(_CALL_S, f"calling {peer.address}")
-                secret = peer.ticket.encode()
-                return call(host, port, self._credentials, facts, part, secret)
+                return call(host, port, self._credentials, peer.job, facts, part)
             return self._dial_through_coordinator(peer, facts, deadline)
         except Refused as error:
             raise ConnectionRefusedError(str(error)) from None
@@ -205,7 +200,7 @@ class Routes:
 
     def _call_coordinator(self, purpose: str, deadline: Deadline, **more: Any) -> Channel:
         """Open another connection of this rank to the coordinator."""
-        facts = {**self.identity.facts, "purpose": purpose, "secret": self.identity.secret, **more}
+        facts = {**self.identity.facts, "purpose": purpose, **more}
         return self._place.call(facts, deadline)
 
     def _dial_through_coordinator(
@@ -225,7 +220,7 @@ class Routes:
         """
         deadline = deadline.part(_RELAY_S, f"reaching {peer} through the coordinator")
         call_id = secrets.token_hex(8)
-        callback = _ExpectedCallback(peer.ticket, queue.SimpleQueue())
+        callback = _ExpectedCallback(peer.job, queue.SimpleQueue())
         self._callbacks[call_id] = callback
         try:
             channel = self._call_coordinator(
@@ -250,43 +245,14 @@ class Routes:
                     reason = reply.get("error", "it has no standing line to the coordinator")
                     raise ConnectionError(str(reason))
                 # "go": TLS with the coordinator ends, and the peer is at the other end of the connection.
-                # The bytes are forwarded to an unknown host, so they are encrypted also if the
-                # coordinator is on this host.
-                encrypt = not self._credentials.plain
                 connection = end_tls(channel.socket, deadline)
             finally:
                 channel.close()
-            secret = peer.ticket.encode()
-            return greet(connection, str(peer), self._credentials, facts, deadline, secret, encrypt)
+            return greet(connection, str(peer), self._credentials, peer.job, facts, deadline)
         except queue.Empty:
             raise TimeoutError("it did not call back") from None
         finally:
             del self._callbacks[call_id]
-
-    def _secret_for(self, purpose: Purpose) -> bytes:
-        """Return the ticket that the rank at the other end of an accepted connection must have.
-
-        A ticket allows job A to connect to job B. It is derived from B's secret and A's name. B's
-        ranks compute it; A gets it from the coordinator.
-
-            usual connection    the other job is A, this job is B: compute the ticket
-            "reversed"          this job is A, the other job is B. This rank asked the other one,
-                                which accepts no connections, to connect to this rank instead. So
-                                return the ticket that this rank got from the coordinator
-
-        Args:
-            purpose: What the other rank says of itself: its job, and what the connection is for.
-        """
-        if purpose.get("purpose") != "reversed":
-            return self._ticket_of_caller(purpose).encode()
-        callback = self._callbacks.get(str(purpose.get("call")))
-        if callback is None:  # not asked for: nobody proves the following secret, so it is refused
-            return b"unknown"
-        return callback.ticket.encode()
-
-    def _ticket_of_caller(self, caller: Purpose) -> str:
-        """Compute the ticket with which the caller's job may call this rank."""
-        return ticket(self.identity.secret, str(caller.get("job")), str(caller.get("incarnation")))
 
     def _accept(self, guest: Guest) -> None:
         """Authenticate an accepted connection, and pass it on to the code that uses it.
@@ -304,8 +270,8 @@ class Routes:
         with contextlib.suppress(NotHolmes, Refused):
             # guest.becomes() makes the listener use the TLS socket that answer() makes of the
             # connection.
-            channel, purpose = answer(
-                guest.socket, self._credentials, deadline, self._secret_for, on_tls=guest.becomes
+            channel, purpose, _ = answer(
+                guest.socket, self._credentials, deadline, on_tls=guest.becomes
             )
             # Counts as authenticated from now on; False: there are too many such connections.
             is_admitted = guest.admit()
@@ -332,7 +298,8 @@ class Routes:
             self._handle_incoming(channel, purpose)
             return
         callback = self._callbacks.get(str(purpose.get("call")))
-        if callback is None:  # the thread does not wait any more
+        # None: the thread does not wait any more. The handshake has proved the caller's job.
+        if callback is None or callback.job != purpose.get("job"):
             channel.close()
         else:
             callback.channels.put(channel)
@@ -431,9 +398,9 @@ class Routes:
         }
         try:
             host, port = split_address(address)
-            secret = self._ticket_of_caller(caller).encode()
             deadline = Deadline(_CALL_S, "calling back")
-            return call(host, port, self._credentials, purpose, deadline, secret)
+            job = str(caller.get("job"))
+            return call(host, port, self._credentials, job, purpose, deadline)
         except (OSError, ValueError, HolmesError):
             # Do not lose time with this address again. The number of such addresses is limited.
             if len(self._unreachable_addresses) >= _NOT_CALLED:
@@ -473,9 +440,7 @@ class Routes:
         """
         deadline = Deadline(HANDSHAKE_S, "the handshake")
         try:
-            channel, purpose = answer(
-                connection, self._credentials, deadline, self._secret_for, self._credentials.plain
-            )
+            channel, purpose, _ = answer(connection, self._credentials, deadline)
             if purpose.get("to") == self.identity.incarnation:
                 self._handle(channel, purpose)
                 return

@@ -16,6 +16,7 @@ from holmes_ext.join.peers.routes import Peer
 from holmes_ext.join.shards.job_ranks import JobRanks
 from holmes_ext.join.shards.ownership import RankRange
 from holmes_ext.join.shards.state import OuterState
+from holmes_ext.join.sockets.handshake import Credentials
 from holmes_ext.runtime.deadline import Deadline
 
 #: Seconds to wait for a coordinator that did not answer the last request, and can be reached again.
@@ -37,10 +38,18 @@ class CoordinatorLink:
         client: Connection of rank 0 to the coordinator; None on the other ranks.
         job_ranks: Collectives over the ranks of the job.
         patience_s: The job's timeout for other jobs, in seconds.
+        credentials: Those of this rank, which learn of revoked certificates.
     """
 
-    def __init__(self, client: CoordinatorClient | None, job_ranks: JobRanks, patience_s: float):
+    def __init__(
+        self,
+        client: CoordinatorClient | None,
+        job_ranks: JobRanks,
+        patience_s: float,
+        credentials: Credentials,
+    ):
         self.client = client
+        self._credentials = credentials
         self._job_ranks = job_ranks
         self._patience_s = patience_s
         self.entered = False
@@ -60,6 +69,8 @@ class CoordinatorLink:
         if self._job_ranks.rank == 0:
             answer = self._ask_on_rank_0(op, document)
         answer = self._job_ranks.broadcast_from_rank_0(answer)
+        if "revoked" in answer:
+            self._credentials.revoke(map(str, answer["revoked"]))
         if "refused" in answer:
             self._job_ranks.refuse(answer["refused"])
         return answer
@@ -212,7 +223,7 @@ class RemoteJob:
     """
 
     ranges: list[RankRange]  # elements that each rank exchanges
-    peers: dict[int, Peer]  # rank -> address and ticket to call it
+    peers: dict[int, Peer]  # rank -> address to call it
 
 
 class FoundJobs(NamedTuple):
@@ -223,7 +234,7 @@ class FoundJobs(NamedTuple):
 
 
 class RemoteJobs:
-    """Cache of the ranks of other jobs: the elements they exchange, their addresses, tickets to call them.
+    """Cache of the ranks of other jobs: the elements that they exchange, and their addresses.
 
     Args:
         coordinator: Where the ranks of a job can be looked up.
@@ -288,8 +299,8 @@ def remote_job(name: str, answer: Mapping[str, Any], position: str, total: int) 
 
     Args:
         name: The other job.
-        answer: The reply to the request "maps". It has the elements and address of each rank, the
-            incarnation (start) of the job, and a ticket to connect to its ranks.
+        answer: The reply to the request "maps". It has the elements and address of each rank, and
+            the incarnation (start) of the job.
         position: Position of this rank in the model-parallel grid.
         total: Number of elements at this position.
 
@@ -305,9 +316,8 @@ def remote_job(name: str, answer: Mapping[str, Any], position: str, total: int) 
     if not ranges or ranges[-1].stop != total:
         return None
     incarnation = str(answer["incarnation"])
-    ticket = str(answer.get("ticket", ""))
     peers = {
-        rank: Peer(name, incarnation, rank, addresses[rank], ticket)
+        rank: Peer(name, incarnation, rank, addresses[rank])
         for rank in {span.rank for span in ranges}
     }
     return RemoteJob(ranges, peers)

@@ -1,19 +1,18 @@
-"""TLS 1.3 contexts with which both ends of a connection show a certificate.
+"""TLS 1.3 contexts with which both ends of a connection show a certificate, and the CA of a run.
 
-    without files    each process makes, in memory, a CA whose key follows from the run's token (the same CA
-                     in all processes), and its own certificate, signed by this CA. Needs `cryptography`
-                     (holmes_ext[join])
+    the run's CA     `holmes join serve` makes a CA with a random key. It signs one certificate for itself,
+                     and one for each invitation that a job redeems. Needs `cryptography` (holmes_ext[join])
     a site's CA      --holmes-join-certificate FILE (certificate, chain and key) and --holmes-join-ca FILE
 
-In both cases the hashes of both certificates are part of the proof of the token (handshake.py). So a
-man in the middle is detected, and a process with a certificate but without the token is refused.
+The certificate of a job names the job. The certificate of the coordinator names COORDINATOR (the run's CA) or
+its host (a site's CA). Each end of a connection checks the name in the certificate of the other end
+(handshake.py), so nobody can speak for another job.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import hmac
 import os
 import ssl
 from collections.abc import Iterator
@@ -25,12 +24,14 @@ from holmes_ext.document import read_text
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import why
 
-MISSING = "`cryptography` is not installed: pip install 'holmes_ext[join]'"
-
-_BEGIN = "-----BEGIN CERTIFICATE-----"
-_END = "-----END CERTIFICATE-----"
-#: Order of the curve P-256 (FIPS 186-4, D.1.2.3).
-_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+MISSING = (
+    "joined jobs make their keys and certificates with `cryptography`, which is not installed:"
+    " pip install 'holmes_ext[join]'"
+)
+#: Common name of the coordinator's certificate. No job can have it, because names of jobs have no spaces.
+COORDINATOR = "holmes join serve"
+#: Common name of the CA of a run.
+_AUTHORITY = "holmes joined jobs"
 #: All key usages of a certificate (RFC 5280, section 4.2.1.3).
 _KEY_USAGES = (
     "digital_signature",
@@ -45,38 +46,47 @@ _KEY_USAGES = (
 )
 
 
+class KeyPair(NamedTuple):
+    """Private key of a CA or of a process, and its certificate, as PEM texts."""
+
+    key: str
+    certificate: str
+
+
 @dataclass(frozen=True)
 class TlsContexts:
     """TLS contexts of this process, for connections that it accepts and that it opens."""
 
     server: ssl.SSLContext  # for accepted connections
     client: ssl.SSLContext  # for calls
-    certificate: bytes  # SHA-256 of this process's certificate
 
 
-class _PemFiles(NamedTuple):
-    """Certificates and private key that a process generates at start, as PEM texts."""
+@dataclass(frozen=True)
+class Holder:
+    """What the certificate at the other end of a connection says of its holder."""
 
-    authority: bytes  # certificate of the CA
-    certificate: bytes  # of this process, signed by the CA
-    private_key: bytes  # of this process
+    #: SHA-256 of the certificate, in hexadecimal digits; "": the other end has shown no certificate.
+    fingerprint: str = ""
+    #: The common name, and the host names and IP addresses among the alternative names.
+    names: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return ", ".join(sorted(self.names)) or "nobody"
 
 
-def own_contexts(key: bytes) -> TlsContexts:
-    """Return TLS contexts with certificates that are made now.
+def contexts_of(pair: KeyPair, authority: str) -> TlsContexts:
+    """Return TLS contexts with a key and a certificate that a CA has signed.
 
     Args:
-        key: Key of the run (handshake.Credentials), from which the CA follows.
+        pair: Key and certificate of this process.
+        authority: Certificate of the CA, as PEM text.
 
     Raises:
-        HolmesError: `cryptography` is not installed.
+        ValueError: The texts are no key and certificates, or do not belong together.
+        OSError: The same, found by OpenSSL.
     """
-    try:
-        files = _make_certificates(key)
-    except ImportError:
-        raise HolmesError(MISSING) from None
-    with _memory_file(files.certificate + files.private_key) as file:
-        return _contexts(file, files.authority.decode())
+    with _memory_file((pair.certificate + pair.key).encode()) as file:
+        return _contexts(file, authority)
 
 
 def site_contexts(certificate: str, authority: str) -> TlsContexts:
@@ -104,9 +114,36 @@ def site_contexts(certificate: str, authority: str) -> TlsContexts:
         ) from None
 
 
-def certificate_hash(der: bytes) -> bytes:
-    """Return the SHA-256 of a certificate in DER format."""
-    return hashlib.sha256(der).digest()
+def stranger_context() -> ssl.SSLContext:
+    """Return the TLS context of a job that has no certificate yet, to redeem its invitation.
+
+    It trusts no CA. The caller must compare the fingerprint of the other end's certificate.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def holder_of(connection: ssl.SSLSocket) -> Holder:
+    """Return the holder of the certificate that the other end of a TLS connection has shown.
+
+    The names are those of a certificate that was verified; an unverified one has none.
+    """
+    der = connection.getpeercert(binary_form=True)
+    if der is None:
+        return Holder()
+    details: Any = connection.getpeercert() or {}  # {} if the certificate was not verified
+    names = [value for kind, value in details.get("subjectAltName", ()) if kind != "URI"]
+    for attributes in details.get("subject", ()):
+        names += [value for kind, value in attributes if kind == "commonName"]
+    return Holder(hashlib.sha256(der).hexdigest(), frozenset(names))
+
+
+def fingerprint_of(certificate: str) -> str:
+    """Return the SHA-256 of a certificate in a PEM text, in hexadecimal digits."""
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.strip())).hexdigest()
 
 
 def _contexts(file: str, authority: str) -> TlsContexts:
@@ -119,11 +156,7 @@ def _contexts(file: str, authority: str) -> TlsContexts:
     server = _context(ssl.PROTOCOL_TLS_SERVER, file, authority)
     client = _context(ssl.PROTOCOL_TLS_CLIENT, file, authority)
     server.num_tickets = 0  # sessions are not resumed
-    # The first certificate in the file is this process's own; its chain follows.
-    with open(file, encoding="ascii") as pem:
-        first_certificate = pem.read().partition(_END)[0] + _END
-    der = ssl.PEM_cert_to_DER_cert(first_certificate[first_certificate.index(_BEGIN) :])
-    return TlsContexts(server, client, certificate_hash(der))
+    return TlsContexts(server, client)
 
 
 def _context(protocol: Any, file: str, authority: str) -> ssl.SSLContext:
@@ -136,7 +169,7 @@ def _context(protocol: Any, file: str, authority: str) -> ssl.SSLContext:
     """
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # The proof of the token identifies the other end, on whatever host it runs.
+    # A job may run on any host. handshake.py checks the name in the certificate instead.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     # Without a password function, OpenSSL would prompt for the password of an encrypted key on the terminal.
@@ -156,64 +189,125 @@ def _memory_file(data: bytes) -> Iterator[str]:
         os.close(descriptor)
 
 
-def _make_certificates(key: bytes) -> _PemFiles:
-    """Make the CA of the run, and a certificate for this process.
+# Keys and certificates of the run's CA
 
-    The CA's private key follows from the key of the run, so all processes of the run make the same CA.
 
-    Args:
-        key: Key of the run.
+def make_key() -> str:
+    """Return a new random private key (P-256) as PEM text.
+
+    Raises:
+        HolmesError: `cryptography` is not installed.
     """
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    curve = ec.SECP256R1()
-    digest = hmac.digest(key, b"certificate authority", "sha512")
-    # From 1 to the order of the curve - 1.
-    private_number = int.from_bytes(digest, "big") % (_P256_ORDER - 1) + 1
-    authority_key = ec.derive_private_key(private_number, curve)
-    own_key = ec.generate_private_key(curve)
-    return _PemFiles(
-        authority=_signed(authority_key, authority_key.public_key(), is_authority=True),
-        certificate=_signed(authority_key, own_key.public_key(), is_authority=False),
-        private_key=own_key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        ),
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError:
+        raise HolmesError(MISSING) from None
+    data = ec.generate_private_key(ec.SECP256R1()).private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
     )
+    return data.decode()
 
 
-def _signed(authority_key: Any, public_key: Any, is_authority: bool) -> bytes:
-    """Return a new certificate, signed by the CA, as PEM text.
+def make_authority() -> KeyPair:
+    """Return a new CA with a random key.
 
-    The certificate is valid from 2000 to 2100, so that wrong clocks of hosts do not matter.
+    Raises:
+        HolmesError: `cryptography` is not installed.
+    """
+    key = make_key()
+    private_key = _private_key(key)
+    return KeyPair(key, _signed(private_key, private_key.public_key(), _AUTHORITY))
 
-    Args:
-        authority_key: Private key of the CA.
-        public_key: Key that the certificate contains.
-        is_authority: Make the certificate of the CA itself.
+
+def make_request(key: str) -> str:
+    """Return a certificate request (PKCS #10) for a private key, as PEM text.
+
+    The request proves that its sender has the key. It contains no name, because the CA decides about
+    the name.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
 
-    def name(text: str) -> x509.Name:
+    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+    signed = request.sign(_private_key(key), hashes.SHA256())
+    return signed.public_bytes(serialization.Encoding.PEM).decode()
+
+
+def sign_request(authority: KeyPair, request: str, name: str) -> str:
+    """Return a certificate for the key in a certificate request, as PEM text.
+
+    Args:
+        authority: The CA.
+        request: The certificate request, as PEM text.
+        name: Common name of the certificate.
+
+    Raises:
+        ValueError: It is no request for a key on the curve P-256, or its signature is wrong.
+    """
+    return _signed(_private_key(authority.key), _requested_key(request), name)
+
+
+def has_key_of(certificate: str, request: str) -> bool:
+    """Return whether a certificate and a certificate request contain the same public key.
+
+    Raises:
+        ValueError: One of the texts cannot be read.
+    """
+    from cryptography import x509
+
+    key_of_certificate: Any = x509.load_pem_x509_certificate(certificate.encode()).public_key()
+    return bool(key_of_certificate.public_numbers() == _requested_key(request).public_numbers())
+
+
+def _private_key(key: str) -> Any:
+    from cryptography.hazmat.primitives import serialization
+
+    return serialization.load_pem_private_key(key.encode(), password=None)
+
+
+def _requested_key(request: str) -> Any:
+    """Return the public key in a certificate request; raise ValueError if the request is not valid."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    parsed = x509.load_pem_x509_csr(request.encode())
+    public_key = parsed.public_key()
+    is_p256 = isinstance(public_key, ec.EllipticCurvePublicKey) and isinstance(
+        public_key.curve, ec.SECP256R1
+    )
+    if not is_p256 or not parsed.is_signature_valid:
+        raise ValueError("it is no certificate request for a key on the curve P-256")
+    return public_key
+
+
+def _signed(authority_key: Any, public_key: Any, name: str) -> str:
+    """Return a new certificate, signed by the CA, as PEM text.
+
+    The certificate is valid from 2000 to 2100, so that wrong clocks of hosts do not matter. `holmes join
+    revoke` ends it before.
+
+    Args:
+        authority_key: Private key of the CA.
+        public_key: Key that the certificate contains.
+        name: Common name of the certificate; _AUTHORITY: make the certificate of the CA itself.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+
+    def common_name(text: str) -> x509.Name:
         return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
 
-    if is_authority:
-        subject = "holmes joined jobs"
-        allowed_usage = "key_cert_sign"
-        path_length = 0  # it signs no other CAs
-    else:
-        subject = "one process"
-        allowed_usage = "digital_signature"
-        path_length = None
+    is_authority = name == _AUTHORITY
     usages = dict.fromkeys(_KEY_USAGES, False)
-    usages[allowed_usage] = True
+    usages["key_cert_sign" if is_authority else "digital_signature"] = True
+    path_length = 0 if is_authority else None  # 0: it signs no other CAs
     certificate = (
         x509.CertificateBuilder()
-        .issuer_name(name("holmes joined jobs"))
-        .subject_name(name(subject))
+        .issuer_name(common_name(_AUTHORITY))
+        .subject_name(common_name(name))
         .public_key(public_key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(datetime(2000, 1, 1))
@@ -227,4 +321,4 @@ def _signed(authority_key: Any, public_key: Any, is_authority: bool) -> bytes:
         )
         .sign(authority_key, hashes.SHA256())
     )
-    return certificate.public_bytes(serialization.Encoding.PEM)
+    return certificate.public_bytes(serialization.Encoding.PEM).decode()

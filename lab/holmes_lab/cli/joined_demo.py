@@ -27,7 +27,15 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.join.pictures import Incarnation, losses_figure
 from holmes_ext.planner.html.page import heading, page, paragraphs, picture, table
 from holmes_ext.planner.html.pictures import svg
-from holmes_lab.joined import CLUSTERS, NODES, LabJob, await_, coordinator, join_flags, start
+from holmes_lab.joined import (
+    CLUSTERS,
+    NODES,
+    LabCoordinator,
+    LabJob,
+    await_,
+    coordinator,
+    start,
+)
 from holmes_lab.lab import Lab
 
 #: Value of --holmes-outer, the settings of the rounds in which jobs exchange weights.
@@ -100,7 +108,7 @@ def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
     demo_start = time.monotonic()
     jobs: list[dict[str, Any]] = []  # entries of the result, in the order of the starts
 
-    def start_job(lab: Lab, coordinator_address: str, name: str, count: int, seed: int) -> LabJob:
+    def start_job(lab: Lab, meeting: LabCoordinator, name: str, count: int, seed: int) -> LabJob:
         """Start a training job that exchanges weights with the other, and list it in the result.
 
         It appends {"job": name, "from": seconds since the beginning of the demo, "losses": []} to
@@ -109,8 +117,7 @@ def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
 
         Args:
             lab: The emulated clusters.
-            coordinator_address: HOST:PORT of the coordinator, through which the jobs exchange
-                weights.
+            meeting: The coordinator, through which the jobs exchange weights.
             name: "east" or "west", which is also the cluster of the job.
             count: Training steps.
             seed: Seed of the weights and of the text. It also makes the name of the log unique.
@@ -119,10 +126,11 @@ def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
             lab,
             name,
             NODES[name],
-            flags=join_flags(name, coordinator_address, OUTER_SETTINGS),
+            flags=meeting.flags(name),
             steps=count,
             seed=seed,
             log=directory / f"{name}{seed}.jsonl",
+            environment=meeting.environment,
         )
         start_s = time.monotonic() - demo_start
         jobs.append({"job": name, "from": start_s, "losses": []})
@@ -143,9 +151,11 @@ def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
             "seconds": [line["seconds"] for line in lines],
         }
 
-    with Lab(load_spec(directory / "cluster.toml")) as lab, coordinator(lab) as (address, events):
-        east = start_job(lab, address, "east", count=steps, seed=1)
-        west = start_job(lab, address, "west", count=steps, seed=2)
+    spec = load_spec(directory / "cluster.toml")
+    with Lab(spec) as lab, coordinator(lab, OUTER_SETTINGS) as meeting:
+        events = meeting.lines
+        east = start_job(lab, meeting, "east", count=steps, seed=1)
+        west = start_job(lab, meeting, "west", count=steps, seed=2)
         await_(
             lambda: len(west.steps()) >= WEST_STEPS_UNTIL_KILLED,
             200,
@@ -157,7 +167,7 @@ def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
         alone_until = len(east.steps()) + EAST_STEPS_ALONE
         await_(lambda: len(east.steps()) >= alone_until, 200, "east's going on alone")
         # The restarted job gets the steps that "east" has left, so that both end together.
-        restarted_west = start_job(lab, address, "west", count=steps - alone_until, seed=3)
+        restarted_west = start_job(lab, meeting, "west", count=steps - alone_until, seed=3)
         east.wait()
         record_end(east, 0)
         restarted_west.wait()

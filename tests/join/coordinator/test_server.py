@@ -1,5 +1,5 @@
-"""The coordinator over sockets: the token, questions asked again, a restart, strangers, jobs that speak for
-others."""
+"""The coordinator over sockets: certificates, questions asked again, a restart, strangers, jobs that speak
+for others."""
 
 import contextlib
 import socket
@@ -7,14 +7,14 @@ import threading
 import time
 
 import pytest
-from joined_jobs import TOKEN, coordinator, place_at
+from joined_jobs import coordinator, credentials_of, place_at, run_at, served_run
 from waiting import await_, soon
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.coordinator import client as clients
 from holmes_ext.join.coordinator.client import CoordinatorClient, ask_status
 from holmes_ext.join.coordinator.server import CoordinatorServer
-from holmes_ext.join.sockets.handshake import WRONG_TOKEN, Credentials, Refused, call
+from holmes_ext.join.sockets.handshake import Refused, call
 
 SUM = "0" * 16
 
@@ -32,13 +32,13 @@ def hello(least=1, timeout=20.0, **more):
     }
 
 
-def job(name, port, token=TOKEN, least=1, timeout=20.0, **more):
+def job(name, port, run="", least=1, timeout=20.0, **more):
     document = hello(least, timeout, **more)
-    return CoordinatorClient(place_at(name, port, token=token), lambda: document)
+    return CoordinatorClient(place_at(name, port, run=run), lambda: document)
 
 
-def status(port, token=TOKEN):
-    return ask_status("127.0.0.1", port, Credentials(token))
+def status(port, run=""):
+    return ask_status("127.0.0.1", port, credentials_of("any", port, run))
 
 
 READY = {
@@ -83,24 +83,35 @@ def test_two_jobs_go_through_a_round():
         shares = {"east": 0.5, "west": 0.5}
         assert answers == dict.fromkeys(("east", "west"), ("in", shares, "commit", shares))
         maps = jobs[0].ask("maps", {"of": "west"}, soon())
-        assert maps["maps"] == {"0": [0, 8, 0]} and len(maps["ticket"]) == 64
+        assert maps["maps"] == {"0": [0, 8, 0]} and maps["addresses"] == ["10.0.0.1:5"]
         for one in jobs:
             one.close("done")
         assert any("round 1: commit" in line for line in server.told)
 
 
-def test_a_wrong_token_is_one_line_and_not_tried_again():
+def test_a_certificate_of_another_run_is_one_line_and_not_tried_again():
     with coordinator() as server:
-        with pytest.raises(Refused, match="the token is not this run's; set HOLMES_JOIN_TOKEN"):
-            job("east", server.port, token="a token that is wrong").ask("enter", {}, soon())
-        with pytest.raises(HolmesError, match="the token is not"):
-            status(server.port, "a token that is wrong")
+        with pytest.raises(Refused, match="does not have a certificate of this run") as told:
+            job("east", server.port, run="another").ask("enter", {}, soon())
+        assert "\n" not in str(told.value)
+        with pytest.raises(HolmesError, match="does not have a certificate of this run"):
+            status(server.port, "another")
         await_(
-            lambda: any(
-                "was turned away: it does not know the token" in line for line in server.told
-            )
+            lambda: any("was turned away: it has no certificate" in line for line in server.told)
         )
-    assert "\n" not in WRONG_TOKEN
+
+
+def test_a_certificate_that_the_coordinator_does_not_accept_is_one_line():
+    """The job knows the coordinator's CA, but its own certificate is of another one."""
+    with coordinator() as server:
+        ours, theirs = (
+            credentials_of("east", server.port),
+            credentials_of("east", server.port, "another"),
+        )
+        theirs.contexts.client.load_verify_locations(cadata=run_at(server.port).authority)
+        with pytest.raises(Refused, match="does not accept this job's certificate"):
+            call("127.0.0.1", server.port, theirs, "holmes join serve", {"purpose": "job"}, soon())
+        assert ours is not theirs
 
 
 def test_a_job_that_ends_is_gone_at_once(monkeypatch):
@@ -147,19 +158,34 @@ def test_jobs_come_back_to_a_restarted_coordinator(monkeypatch):
         one.close("over")
 
 
-def test_a_coordinator_with_another_token_is_away_for_a_job_that_was_in():
-    """It was restarted as it should not be, or somebody else answers: the job waits for its own, as long as
-    it may."""
+def test_another_run_at_its_address_is_away_for_a_job_that_was_in(monkeypatch):
+    """Somebody else answers: the job waits for its own coordinator, but not for long."""
+    monkeypatch.setattr(clients, "_IMPOSTOR_S", 0.5)
     with coordinator() as server:
         one = job("east", server.port)
         one.ask("enter", {}, soon())
-    with coordinator(server.port, token="a token that was drawn anew"):
-        with pytest.raises(
-            TimeoutError, match="did not answer 'ready' in 1.5 s .the token is not this run's"
-        ):
-            one.ask("ready", READY, soon(1.5))
+    with contextlib.ExitStack() as running:
+        other = CoordinatorServer(
+            "127.0.0.1", server.port, lambda port: run_at(port, "another").served(), print
+        )
+        running.callback(other.close)
+        threading.Thread(target=other.serve, daemon=True).start()
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError, match="does not have a certificate of this run"):
+            one.ask("ready", READY, soon(60))
+        assert time.monotonic() - begin < 30  # training stalled for the whole deadline
     with coordinator(server.port):
         assert one.ask("ready", READY, soon())["members"] == {"east": 1.0}
+        one.close("over")
+
+
+def test_a_refusal_of_a_job_that_was_in_is_not_tried_again():
+    """TLS proves that it comes from the coordinator. Training stalled for the whole deadline."""
+    with coordinator() as server:
+        one = job("east", server.port)
+        one.ask("enter", {}, soon())
+        with pytest.raises(Refused, match="does not know 'dance'"):
+            one.ask("dance", {}, soon(3600))
         one.close("over")
 
 
@@ -207,7 +233,7 @@ def test_services_run_while_the_coordinator_serves():
         return run
 
     services = (service("one"), service("two"))
-    server = CoordinatorServer("127.0.0.1", 0, Credentials(TOKEN), print, services=services)
+    server = CoordinatorServer("127.0.0.1", 0, served_run, print, services=services)
     assert not events
     thread = threading.Thread(target=server.serve)
     thread.start()
@@ -231,7 +257,7 @@ def test_a_service_that_cannot_begin_ends_the_server_and_the_other_services():
     def bad(server):
         raise HolmesError("the service cannot begin")
 
-    server = CoordinatorServer("127.0.0.1", 0, Credentials(TOKEN), print, services=(good, bad))
+    server = CoordinatorServer("127.0.0.1", 0, served_run, print, services=(good, bad))
     try:
         with pytest.raises(HolmesError, match="the service cannot begin"):
             server.serve()
@@ -265,7 +291,7 @@ def test_nonsense_is_answered_or_cut_off_and_named():
             raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
             with contextlib.suppress(ConnectionResetError):
                 assert raw.recv(4096) == b""
-        away = "127.0.0.1 was turned away: it does not speak this protocol"
+        away = "127.0.0.1 was turned away: it does not speak TLS"
         await_(lambda: any(away in line for line in server.told))
         one = job("east", server.port)
         with pytest.raises(Refused, match="does not know 'dance'"):
@@ -288,15 +314,15 @@ def test_complaints_about_one_address_are_few():
 
 
 def test_a_connection_speaks_for_its_own_job_alone():
-    """Whoever has the token, and knows the other's name and incarnation."""
+    """South has a certificate of the run, and knows east's name and incarnation."""
     with coordinator() as server:
         east = job("east", server.port)
         east.ask("enter", {}, soon())
-        thief = CoordinatorClient(place_at("east", server.port), hello)
-        thief.incarnation = east.incarnation
-        with pytest.raises(Refused, match="it is job east, but is another"):
+        thief = job("south", server.port)
+        thief.job, thief.incarnation = "east", east.incarnation
+        with pytest.raises(Refused, match="is of south, not of job 'east'"):
             thief.ask("ready", READY, soon(2))
-        await_(lambda: any("but is another" in line for line in server.told))
+        await_(lambda: any("is of south, not of job 'east'" in line for line in server.told))
         assert east.ask("ready", {**READY, "job": "west"}, soon())["members"] == {"east": 1.0}
         east.close("over")
 
@@ -304,12 +330,12 @@ def test_a_connection_speaks_for_its_own_job_alone():
 def test_an_address_that_cannot_be_had_is_named():
     with coordinator() as server:
         with pytest.raises(HolmesError, match=f"127.0.0.1:{server.port} cannot be listened on"):
-            CoordinatorServer("127.0.0.1", server.port, Credentials(TOKEN), print)
+            CoordinatorServer("127.0.0.1", server.port, served_run, print)
     for host in ("a" * 64, "\udcff", "256.1.1.1"):  # the first two raised UnicodeError
         with pytest.raises(HolmesError, match="cannot be listened on"):
-            CoordinatorServer(host, 0, Credentials(TOKEN), print)
+            CoordinatorServer(host, 0, served_run, print)
     with pytest.raises(HolmesError, match="is `holmes join serve` running there"):
-        ask_status("127.0.0.1", server.port, Credentials(TOKEN), 2.0)
+        ask_status("127.0.0.1", server.port, credentials_of("any", server.port), 2.0)
 
 
 def test_idle_strangers_do_not_keep_jobs_out():
@@ -333,20 +359,18 @@ def test_threads_and_descriptors_of_strangers_are_bounded():
 def test_ipv6():
     if not socket.has_ipv6:
         pytest.skip("no IPv6 here")
-    server = CoordinatorServer("", 0, Credentials(TOKEN), lambda line: None)
+    server = CoordinatorServer("", 0, served_run, lambda line: None)
     threading.Thread(target=server.serve, daemon=True).start()
     for host in ("127.0.0.1", "::1"):
         with contextlib.suppress(OSError):
-            assert ask_status(host, server.port, Credentials(TOKEN))["jobs"] == []
+            assert ask_status(host, server.port, credentials_of("any", server.port))["jobs"] == []
     server.close()
 
 
 def test_the_channel_of_a_status_is_closed():
     with coordinator() as server:
         deadline = soon()
-        channel = call(
-            "127.0.0.1", server.port, Credentials(TOKEN), {"purpose": "status"}, deadline
-        )
+        channel = place_at("any", server.port).call({"purpose": "status"}, deadline)
         assert channel.receive(deadline)["version"] == 1
         with pytest.raises(ConnectionError):
             channel.receive(deadline)

@@ -1,9 +1,7 @@
-"""Who may speak: the token, TLS bound to it, what is refused, and in what words."""
+"""Who may speak: certificates and their names, revocation, what is refused, and in what words."""
 
 import contextlib
-import json
 import os
-import select
 import socket
 import ssl
 import subprocess
@@ -11,30 +9,42 @@ import sys
 import threading
 
 import pytest
+from joined_jobs import credentials_of, run_at
 from waiting import soon
 
 from holmes_ext import document
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.sockets import handshake
-from holmes_ext.join.sockets.certificates import site_contexts
-from holmes_ext.join.sockets.channel import BrokenFrame, Channel
+from holmes_ext.join.sockets import certificates, handshake
+from holmes_ext.join.sockets.certificates import Holder, site_contexts, stranger_context
+from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.join.sockets.handshake import (
+    BY_FINGERPRINT,
+    BY_NAME,
     Credentials,
+    NotAuthentic,
     NotHolmes,
     Refused,
     answer,
     end_tls,
     greet,
+    has_name,
     printable,
 )
 
-TOKEN, OTHER = "the token of these tests", "the token of another run"
+PORT = 2  # of the run of these tests; nobody listens there
+EAST = {"purpose": "test", "job": "east"}
 
 
-def meet(
-    caller, listener, purpose=None, encrypt=True, plain_too=False, secrets=(b"", b""), between=None
-):
-    """(what the caller got, what the listener got): a Channel, (Channel, purpose), or the error of each."""
+def east():
+    return credentials_of("east", PORT)
+
+
+def west():
+    return credentials_of("west", PORT)
+
+
+def meet(caller, listener, name="west", purpose=EAST, between=None):
+    """(what the caller got, what the listener got): a Channel, Accepted, or the error of each."""
     ours, theirs = socket.socketpair()
     if between is not None:
         ours, theirs = between(ours, theirs)
@@ -42,9 +52,7 @@ def meet(
 
     def listen():
         try:
-            found["listener"] = answer(
-                theirs, listener, soon(), lambda purpose: secrets[1], plain_too
-            )
+            found["listener"] = answer(theirs, listener, soon())
         except (OSError, HolmesError) as error:
             found["listener"] = error
             theirs.close()
@@ -52,217 +60,111 @@ def meet(
     thread = threading.Thread(target=listen)
     thread.start()
     try:
-        told = purpose or {"purpose": "test"}
-        found["caller"] = greet(ours, "there:1", caller, told, soon(), secrets[0], encrypt)
+        found["caller"] = greet(ours, "there:1", caller, name, purpose, soon())
     except (OSError, HolmesError) as error:
         found["caller"] = error
     thread.join(20)
     return found["caller"], found["listener"]
 
 
-@pytest.mark.parametrize("encrypt", [True, False])
-def test_both_ends_have_the_token(encrypt):
+def test_both_ends_have_certificates_of_the_run():
     purpose = {"purpose": "exchange", "job": "east", "incarnation": "1f"}
-    caller, (listener, told) = meet(
-        Credentials(TOKEN), Credentials(TOKEN), purpose, encrypt, plain_too=not encrypt
-    )
-    assert told == purpose and isinstance(caller.socket, ssl.SSLSocket) is encrypt
+    caller, (listener, told, holder) = meet(east(), west(), purpose=purpose)
+    assert told == purpose and holder.names == {"east"} and len(holder.fingerprint) == 64
     caller.send({"n": 1}, soon())
     assert listener.receive(soon()) == {"n": 1}
-    if encrypt:
-        assert caller.socket.version() == "TLSv1.3"
+    assert caller.socket.version() == "TLSv1.3"
 
 
-@pytest.mark.parametrize(
-    "encrypt, words",
-    [(True, "do not trust each other's certificates"), (False, "is not this run's")],
-)
-def test_another_token_is_refused_in_words(encrypt, words):
-    caller, listener = meet(Credentials(OTHER), Credentials(TOKEN), encrypt=encrypt, plain_too=True)
-    assert isinstance(caller, Refused) and words in str(caller) and "token" in str(caller)
-    assert isinstance(listener, (Refused, NotHolmes))
-
-
-def test_a_listener_without_the_token_is_not_believed():
-    """It answers the challenge, but with what it knows itself."""
-    ours, theirs = socket.socketpair()
-
-    def impostor():
-        channel = Channel(theirs)
-        channel.receive(soon())
-        channel.send({"holmes": handshake.VERSION, "challenge": "00"}, soon())
-        channel.receive(soon())
-        channel.send({"proof": 64 * "0"}, soon())
-
-    threading.Thread(target=impostor, daemon=True).start()
-    with pytest.raises(Refused, match="does not know the token of this run"):
-        greet(ours, "there:1", Credentials(TOKEN), {}, soon(), encrypt=False)
-
-
-def test_the_callers_own_proof_sent_back_is_none():
-    """Nobody who only mirrors what comes is believed."""
-    ours, theirs = socket.socketpair()
-
-    def mirror():
-        channel = Channel(theirs)
-        channel.send(channel.receive(soon()), soon())
-        channel.send({"proof": channel.receive(soon())["proof"]}, soon())
-
-    threading.Thread(target=mirror, daemon=True).start()
-    with pytest.raises(Refused, match="does not know the token of this run"):
-        greet(ours, "there:1", Credentials(TOKEN), {}, soon(), encrypt=False)
-
-
-def test_a_frame_sent_back_to_its_sender_is_noticed():
-    """Each direction has a key of its own."""
-    caller, (listener, _) = meet(
-        Credentials(TOKEN), Credentials(TOKEN), encrypt=False, plain_too=True
+def test_a_certificate_of_another_run_is_refused_in_words():
+    caller, listener = meet(credentials_of("east", PORT, "another"), west())
+    assert isinstance(caller, NotAuthentic) and "does not have a certificate of this run" in str(
+        caller
     )
-    caller.send({"n": 1}, soon())
-    listener.socket.sendall(listener.socket.recv(4096))
-    with pytest.raises(BrokenFrame, match="MAC"):
+    assert isinstance(listener, NotHolmes)
+
+
+def test_a_caller_speaks_for_the_job_in_its_certificate_only():
+    caller, listener = meet(east(), west(), purpose={"purpose": "test", "job": "south"})
+    words = "the certificate of this caller is of east, not of job 'south'"
+    assert isinstance(caller, Refused) and str(caller) == words
+    assert isinstance(listener, Refused) and str(listener) == words
+    for purpose in ({"purpose": "test"}, {"purpose": "test", "job": ""}):
+        assert isinstance(meet(east(), west(), purpose=purpose)[1], Refused)
+
+
+def test_a_caller_tells_nothing_to_a_listener_of_another_name():
+    """A member of the run answers in the place of another one."""
+    told = []
+    caller, listener = meet(east(), credentials_of("south", PORT), name="west")
+    assert isinstance(
+        caller, NotAuthentic
+    ) and "has the certificate of south, not of 'west'" in str(caller)
+    assert isinstance(listener, OSError), told
+    caller, _ = meet(east(), credentials_of("south", PORT), name="holmes join serve")
+    assert isinstance(caller, NotAuthentic), "nobody but the coordinator answers for it"
+
+
+def test_revoked_certificates_are_refused_and_their_connections_end():
+    mine, theirs = credentials_of("revoked", PORT), Credentials(west().contexts)
+    caller, (listener, _, holder) = meet(
+        mine, theirs, purpose={"purpose": "test", "job": "revoked"}
+    )
+    theirs.revoke([BY_FINGERPRINT + holder.fingerprint])
+    with pytest.raises(OSError):
+        listener.receive(soon())
+    with pytest.raises(OSError):
         caller.receive(soon())
+    again, refused = meet(mine, theirs, purpose={"purpose": "test", "job": "revoked"})
+    assert isinstance(refused, Refused) and "was revoked" in str(again)
+    as_listener, _ = meet(theirs, mine, name="revoked", purpose={"purpose": "test", "job": "west"})
+    assert isinstance(as_listener, NotAuthentic) and "revoked" in str(as_listener)
+    theirs.revoke([BY_NAME + "revoked"])
+    assert isinstance(meet(mine, theirs, purpose={"purpose": "test", "job": "revoked"})[1], Refused)
+    assert isinstance(meet(east(), theirs)[0], Channel), "others are not affected"
+
+
+def test_a_caller_without_a_certificate_is_refused():
+    ours, theirs = socket.socketpair()
+    found = []
+
+    def listen():
+        try:
+            answer(theirs, west(), soon())
+        except OSError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    with contextlib.suppress(OSError):
+        stranger = stranger_context().wrap_socket(ours)
+        stranger.recv(1)
+    thread.join(20)
+    assert isinstance(found[0], NotHolmes) and "PEER_DID_NOT_RETURN_A_CERTIFICATE" in str(found[0])
 
 
 def test_an_older_tls_is_refused():
-    older = Credentials(TOKEN)
-    older.contexts().client.minimum_version = ssl.TLSVersion.TLSv1_2
-    older.contexts().client.maximum_version = ssl.TLSVersion.TLSv1_2
-    caller, listener = meet(older, Credentials(TOKEN))
-    assert isinstance(caller, Refused) and isinstance(listener, NotHolmes)
+    old = run_at(PORT).credentials()
+    old.contexts.client.minimum_version = ssl.TLSVersion.TLSv1_2
+    old.contexts.client.maximum_version = ssl.TLSVersion.TLSv1_2
+    caller, listener = meet(old, west())
+    assert isinstance(caller, OSError) and isinstance(listener, NotHolmes)
 
 
-def test_a_secret_besides_the_token_is_needed_where_there_is_one():
-    both = Credentials(TOKEN), Credentials(TOKEN)
-    assert isinstance(
-        meet(*both, encrypt=False, plain_too=True, secrets=(b"a ticket", b"a ticket"))[0], Channel
-    )
-    for secrets in ((b"a ticket", b"another"), (b"", b"a ticket")):
-        caller, listener = meet(*both, encrypt=False, plain_too=True, secrets=secrets)
-        assert isinstance(caller, Refused) and isinstance(listener, Refused)
+@pytest.mark.parametrize("sent", [b"", b"\x15\x03\x03\x00\x02\x02\x28", b"\x16\x03"])
+def test_a_connection_that_ends_in_its_first_handshake_is_no_refusal(sent):
+    """Anybody on the way can end it, also with an alert. A starting job ended; it must try again."""
+    ours, theirs = socket.socketpair()
 
+    def cut():
+        theirs.recv(4096)
+        theirs.sendall(sent)
+        theirs.close()
 
-def changed(ours, theirs, change):
-    """A middle between both ends that hands frames on, the caller's documents changed."""
-    to_listener, middle_listener = socket.socketpair()
-    middle_caller = theirs
-
-    def carry(source, target, change):
-        one, two = Channel(source), Channel(target)
-        try:
-            while True:
-                two.send(change(one.receive(soon())), soon())
-        except OSError:
-            source.close(), target.close()
-
-    for arguments in (
-        (middle_caller, middle_listener, change),
-        (middle_listener, middle_caller, lambda told: told),
-    ):
-        threading.Thread(target=carry, args=arguments, daemon=True).start()
-    return ours, to_listener
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda told: (
-            {**told, "purpose": json.dumps({"purpose": "test", "job": "west"})}
-            if "purpose" in told
-            else told
-        ),
-        lambda told: {**told, "challenge": 32 * "0"} if "challenge" in told else told,
-    ],
-)
-def test_what_the_caller_wants_cannot_be_changed_on_the_way(change):
-    _, listener = meet(
-        Credentials(TOKEN),
-        Credentials(TOKEN),
-        {"purpose": "test", "job": "east"},
-        encrypt=False,
-        plain_too=True,
-        between=lambda ours, theirs: changed(ours, theirs, change),
-    )
-    assert isinstance(listener, Refused)
-
-
-def test_answers_cannot_be_used_again():
-    """Challenges of both ends are in each proof, and new each time."""
-    seen = []
-    for _ in range(2):
-        meet(
-            Credentials(TOKEN),
-            Credentials(TOKEN),
-            encrypt=False,
-            plain_too=True,
-            between=lambda ours, theirs: changed(
-                ours, theirs, lambda told: seen.append(told) or told
-            ),
-        )
-    challenges, proofs = seen[0::2], seen[1::2]
-    assert (
-        challenges[0]["challenge"] != challenges[1]["challenge"]
-        and proofs[0]["proof"] != proofs[1]["proof"]
-    )
-    assert TOKEN not in json.dumps(seen)
-
-    def replay(told):
-        return proofs[0] if "proof" in told else challenges[0]
-
-    _, listener = meet(
-        Credentials(TOKEN),
-        Credentials(TOKEN),
-        encrypt=False,
-        plain_too=True,
-        between=lambda ours, theirs: changed(ours, theirs, replay),
-    )
-    assert isinstance(listener, Refused)
-
-
-def test_whoever_ends_tls_in_between_is_found_out():
-    """Even with certificates that both trust (a site's CA, say): the proof is of others."""
-    caller, listener, thief = Credentials(TOKEN), Credentials(TOKEN), Credentials(TOKEN)
-
-    def between(ours, theirs):
-        to_listener, middle_listener = socket.socketpair()
-
-        def carry():  # both ways in one thread: OpenSSL's connections are not made for two at once
-            one = thief.contexts().server.wrap_socket(theirs, server_side=True)
-            two = thief.contexts().client.wrap_socket(middle_listener)
-            for end in (one, two):
-                end.setblocking(False)
-            with contextlib.suppress(OSError), one, two:
-                while True:
-                    for source in select.select([one, two], [], [])[0]:
-                        with contextlib.suppress(ssl.SSLWantReadError):  # a record of TLS's own
-                            if not (data := source.recv(65536)):
-                                return
-                            (two if source is one else one).sendall(data)
-
-        threading.Thread(target=carry, daemon=True).start()
-        return ours, to_listener
-
-    found = meet(caller, listener, between=between)
-    assert isinstance(found[1], Refused) and "token" in str(found[1])
-    assert isinstance(found[0], (Refused, OSError)) and not isinstance(found[0], Channel)
-
-
-def test_plain_and_encrypting_ends_tell_each_other():
-    caller, listener = meet(Credentials(TOKEN, plain=True), Credentials(TOKEN), encrypt=False)
-    assert isinstance(caller, Refused) and "leave --holmes-join-plain away" in str(caller)
-    assert isinstance(listener, Refused) and "does not encrypt" in str(listener)
-
-    def says_no_tls(ours, theirs):
-        to_listener, far = socket.socketpair()
-        threading.Thread(
-            target=lambda: (theirs.recv(4096), theirs.sendall(b"\0\0\0\2" + bytes(8) + b"{}")),
-            daemon=True,
-        ).start()
-        far.close()
-        return ours, to_listener
-
-    caller, _ = meet(Credentials(TOKEN), Credentials(TOKEN), between=says_no_tls)
-    assert isinstance(caller, Refused) and "is --holmes-join-plain given there" in str(caller)
+    threading.Thread(target=cut, daemon=True).start()
+    with pytest.raises(ConnectionError) as told:
+        greet(ours, "there:1", east(), "west", EAST, soon())
+    assert not isinstance(told.value, HolmesError)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +182,7 @@ def test_something_else_is_named(data):
     ours.sendall(data)
     ours.shutdown(socket.SHUT_WR)
     with pytest.raises((NotHolmes, ConnectionError)):
-        answer(theirs, Credentials(TOKEN), soon(), plain_too=True)
+        answer(theirs, west(), soon())
 
 
 def test_slow_bytes_of_a_tls_handshake_do_not_keep_the_listener_waiting():
@@ -299,7 +201,7 @@ def test_slow_bytes_of_a_tls_handshake_do_not_keep_the_listener_waiting():
 
     def listen():
         try:
-            answer(theirs, Credentials(TOKEN), soon(1.0), plain_too=False)
+            answer(theirs, west(), soon(1.0))
         except OSError as error:
             found["why"] = error
 
@@ -320,37 +222,43 @@ def test_nothing_is_told_to_who_takes_tls_away():
     def between():
         with contextlib.suppress(OSError):
             heard.extend(theirs.recv(4096))
-            Channel(theirs).send({"holmes": 2, "challenge": "0" * 32}, soon())
+            Channel(theirs).send({"holmes": 3}, soon())
             while data := theirs.recv(4096):
                 heard.extend(data)
 
     thread = threading.Thread(target=between)
     thread.start()
-    with pytest.raises(Refused, match="does not speak TLS"):
-        greet(ours, "there:1", Credentials(TOKEN), {"purpose": "a secret purpose"}, soon())
+    with pytest.raises(NotAuthentic, match="does not speak TLS"):
+        greet(ours, "there:1", east(), "west", {"purpose": "a secret purpose"}, soon())
     thread.join(10)
-    assert heard[0] == 0x16 and b"purpose" not in heard and b"challenge" not in heard
+    assert heard[0] == 0x16 and b"purpose" not in heard and b"holmes" not in heard
 
 
-def test_another_version_is_refused_in_words():
+def test_another_version_is_refused_in_words(monkeypatch):
     ours, theirs = socket.socketpair()
-    Channel(theirs).send({"holmes": 3, "challenge": "00"}, soon())
-    with pytest.raises(Refused, match="speaks version 3 of this protocol, not 2; install the same"):
-        greet(ours, "there:1", Credentials(TOKEN), {}, soon(), encrypt=False)
+
+    def newer():
+        wrapped = west().contexts.server.wrap_socket(theirs, server_side=True)
+        Channel(wrapped).send({"holmes": 4}, soon())
+
+    threading.Thread(target=newer, daemon=True).start()
+    with pytest.raises(Refused, match="speaks version 4 of this protocol, not 3; install the same"):
+        greet(ours, "there:1", east(), "west", EAST, soon())
+    monkeypatch.setattr(handshake, "VERSION", 4)
+    wrapped = meet(east(), west())
+    assert isinstance(wrapped[0], Channel)
 
 
 def test_without_cryptography_the_line_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cryptography", None)
-    monkeypatch.setitem(sys.modules, "cryptography.hazmat", None)
-    for name in [name for name in sys.modules if name.startswith("cryptography.")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cryptography"]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(HolmesError, match=r"pip install 'holmes_ext\[join\]'"):
-        Credentials(TOKEN).contexts()
+        certificates.make_key()
 
 
 def test_tls_can_be_taken_off_by_both_ends_and_put_on_again():
     """As the relay does."""
-    caller, (listener, _) = meet(Credentials(TOKEN), Credentials(TOKEN))
+    caller, (listener, _, _) = meet(east(), west())
     naked = {}
     thread = threading.Thread(target=lambda: naked.update(two=end_tls(listener.socket, soon())))
     thread.start()
@@ -358,22 +266,38 @@ def test_tls_can_be_taken_off_by_both_ends_and_put_on_again():
     thread.join(10)
     one.sendall(b"as it is")
     assert naked["two"].recv(100) == b"as it is"
-    again = meet(Credentials(TOKEN), Credentials(TOKEN), between=lambda *_: (one, naked["two"]))
-    assert isinstance(again[0].socket, ssl.SSLSocket) and again[1][1] == {"purpose": "test"}
+    again = meet(east(), west(), between=lambda *_: (one, naked["two"]))
+    assert isinstance(again[0].socket, ssl.SSLSocket) and again[1].purpose == EAST
+
+
+def test_names_of_hosts_match_in_any_form():
+    holder = Holder("", frozenset({"Gate.example.org", "FD00:0:0:0:0:0:0:1", "10.0.0.1", "east"}))
+    for name in ("gate.example.org", "fd00::1", "10.0.0.1", "::ffff:10.0.0.1", "east"):
+        assert has_name(holder, name), name
+    for name in ("example.org", "10.0.0.2", "fd00::2", "", "eas"):
+        assert not has_name(holder, name), name
+
+
+# A site's own CA
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Of two CAs: certificate with key, and the CA's own, made as a site would."""
+    """Of two CAs: certificates of job east and of a coordinator on a host, made as a site would."""
     where = tmp_path_factory.mktemp("site")
     for ca in ("one", "two"):
         script = f"""
         new="-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
         openssl req -x509 $new -days 30 -subj /CN={ca} -keyout {ca}.key -out {ca}.pem
-        openssl req $new -subj /CN=job -keyout {ca}-job.key -out {ca}-job.csr
+        openssl req $new -subj /CN=east -keyout {ca}-job.key -out {ca}-job.csr
         openssl x509 -req -in {ca}-job.csr -CA {ca}.pem -CAkey {ca}.key -CAcreateserial -days 30 \\
             -out {ca}-job.crt
         cat {ca}-job.crt {ca}-job.key > {ca}-job.pem
+        openssl req $new -subj /CN=coordinator -keyout {ca}-serve.key -out {ca}-serve.csr
+        printf 'subjectAltName=DNS:gate.example.org,DNS:west,IP:127.0.0.1' > names
+        openssl x509 -req -in {ca}-serve.csr -CA {ca}.pem -CAkey {ca}.key -CAcreateserial -days 30 \\
+            -extfile names -out {ca}-serve.crt
+        cat {ca}-serve.crt {ca}-serve.key > {ca}-serve.pem
         """
         done = subprocess.run(
             ["bash", "-e", "-c", script], cwd=where, capture_output=True, text=True
@@ -383,50 +307,56 @@ def site(tmp_path_factory):
     return where
 
 
-def of_site(site, ca, token=TOKEN):
-    return Credentials(
-        token, certificate=str(site / f"{ca}-job.pem"), authority=str(site / f"{ca}.pem")
-    )
+def of_site(site, ca, holder="job"):
+    return Credentials.of_site(str(site / f"{ca}-{holder}.pem"), str(site / f"{ca}.pem"))
 
 
 def test_a_sites_own_certificates(site):
-    assert isinstance(meet(of_site(site, "one"), of_site(site, "one"))[0], Channel)
-    caller, listener = meet(of_site(site, "one"), of_site(site, "two"))
-    assert isinstance(caller, Refused) and "one --holmes-join-ca or none" in str(caller)
-    caller, listener = meet(of_site(site, "one", OTHER), of_site(site, "one"))
-    assert isinstance(caller, Refused) and isinstance(listener, Refused), (
-        "a certificate is no token"
+    """Common names and alternative names are names of jobs and hosts."""
+    caller, accepted = meet(of_site(site, "one"), of_site(site, "one", "serve"))
+    assert isinstance(caller, Channel) and accepted.holder.names == {"east"}
+    for host in ("gate.example.org", "127.0.0.1"):
+        assert of_site(site, "one").coordinator_name(host) == host
+        caller, _ = meet(of_site(site, "one"), of_site(site, "one", "serve"), name=host)
+        assert isinstance(caller, Channel)
+    caller, _ = meet(of_site(site, "one"), of_site(site, "one"), name="gate.example.org")
+    assert isinstance(caller, NotAuthentic), "another job's certificate is none of the coordinator"
+    caller, _ = meet(of_site(site, "one"), of_site(site, "two", "serve"))
+    assert isinstance(caller, NotAuthentic) and "certificate of this run" in str(caller)
+    caller, listener = meet(
+        of_site(site, "one"),
+        of_site(site, "one", "serve"),
+        purpose={"purpose": "test", "job": "west"},
     )
-    caller, _ = meet(of_site(site, "one"), Credentials(TOKEN))
-    assert isinstance(caller, Refused)
+    assert isinstance(listener, Refused) and "is of east, not of job 'west'" in str(caller)
 
 
 def test_a_certificate_that_is_over_is_refused_and_said(site):
     script = """
-    openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=job -keyout over.key \\
+    openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=west -keyout over.key \\
         -out over.csr
     openssl x509 -req -in over.csr -CA one.pem -CAkey one.key -CAcreateserial -days -1 -out over.crt
     cat over.crt over.key > over.pem
     """
     subprocess.run(["bash", "-e", "-c", script], cwd=site, capture_output=True, check=True)
-    over = Credentials(TOKEN, certificate=str(site / "over.pem"), authority=str(site / "one.pem"))
+    over = Credentials.of_site(str(site / "over.pem"), str(site / "one.pem"))
     caller, listener = meet(of_site(site, "one"), over)
-    assert isinstance(caller, Refused) and "certificate has expired" in str(caller)
-    caller, listener = meet(over, of_site(site, "one"))
+    assert isinstance(caller, NotAuthentic) and "certificate has expired" in str(caller)
+    caller, listener = meet(over, of_site(site, "one", "serve"))
     assert isinstance(listener, NotHolmes) and "certificate has expired" in str(listener)
-    assert isinstance(caller, (OSError, HolmesError))
+    assert isinstance(caller, Refused) and "EXPIRED" in str(caller)
 
 
 def test_a_certificate_that_signed_itself_is_refused(site):
-    """With the token, and the name of a good one: not signed by the site's CA."""
+    """With the name of a good one: not signed by the site's CA."""
     script = """
     openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=one -keyout self.key \\
         -out self.crt
     cat self.crt self.key > self.pem
     """
     subprocess.run(["bash", "-e", "-c", script], cwd=site, capture_output=True, check=True)
-    one = Credentials(TOKEN, certificate=str(site / "self.pem"), authority=str(site / "one.pem"))
-    caller, listener = meet(one, of_site(site, "one"))
+    one = Credentials.of_site(str(site / "self.pem"), str(site / "one.pem"))
+    caller, listener = meet(one, of_site(site, "one", "serve"))
     assert isinstance(listener, NotHolmes) and isinstance(caller, (OSError, HolmesError))
 
 
@@ -449,7 +379,7 @@ def test_certificates_out_of_a_pipe(site, tmp_path, monkeypatch):
     reading, writing = os.pipe()
     os.write(writing, (site / "one-job.pem").read_bytes())
     os.close(writing)
-    assert site_contexts(f"/proc/self/fd/{reading}", str(site / "one.pem")).certificate
+    assert site_contexts(f"/proc/self/fd/{reading}", str(site / "one.pem")).client
     os.close(reading)
 
 

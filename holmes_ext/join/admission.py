@@ -1,0 +1,146 @@
+"""First contact of a job with `holmes join serve`: its certificate, and the settings of the run.
+
+Rank 0 gets both and broadcasts them to the other ranks over the job's own process group, like other settings
+of the job. So only rank 0 needs the invitation and a place to keep the certificate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple, TypeVar
+
+from holmes_ext.document import Table
+from holmes_ext.errors import HolmesError
+from holmes_ext.join.address import JoinAddress, JoinPlace, port_range
+from holmes_ext.join.coordinator.client import new_incarnation
+from holmes_ext.join.coordinator.gate import SETTINGS
+from holmes_ext.join.identity.job_certificate import JobCertificate, obtain_certificate
+from holmes_ext.join.settings import OuterSettings, merge_settings, parse_outer
+from holmes_ext.join.shards.job_ranks import JobRanks
+from holmes_ext.join.sockets.handshake import HANDSHAKE_S, Credentials
+from holmes_ext.options import Options
+from holmes_ext.runtime.deadline import Deadline
+from holmes_ext.runtime.sockets import address_text
+from holmes_ext.words import why
+
+T = TypeVar("T")
+#: Seconds between two attempts to reach the coordinator.
+_RETRY_S = 0.5
+#: Seconds to wait for the coordinator beyond two timeouts of the job.
+_EXTRA_S = 10.0
+
+
+class Admission(NamedTuple):
+    """Place of a job in a run, and the settings with which it trains."""
+
+    place: JoinPlace
+    settings: OuterSettings
+
+
+def admit(
+    address: JoinAddress, options: Options, environ: Mapping[str, str], job_ranks: JobRanks
+) -> Admission:
+    """Return the credentials of this job and the settings of its run; collective.
+
+    Args:
+        address: Name of the job, and address of the coordinator.
+        options: Options of the job.
+        environ: Environment variables.
+        job_ranks: Collectives over the ranks of the job.
+
+    Raises:
+        HolmesError: The coordinator was not reached or refuses the job, or --holmes-outer
+            contradicts the settings of the run.
+    """
+    given = options.value("outer")
+    certificate_file = options.value("join_certificate")
+    ports = port_range(options.value("join_ports"), options.value("join_address"), environ)
+    timeout_s = parse_outer(given).timeout
+    deadline = Deadline(2 * timeout_s + _EXTRA_S, "the coordinator")
+
+    def on_rank_0() -> dict[str, Any]:
+        """Return the certificate and the settings as a document for the other ranks."""
+        kept: JobCertificate | None = None
+        if certificate_file:
+            credentials = _site_credentials(options)
+        else:
+            invitation = options.value("join_invitation")
+            kept = _retried(
+                lambda: obtain_certificate(address, invitation, environ, deadline),
+                address,
+                deadline,
+            )
+            credentials = kept.credentials()
+        place = JoinPlace(address, credentials, ports)
+        settings = _retried(lambda: _settings_of_run(place, deadline), address, deadline)
+        return {"certificate": kept and asdict(kept), "settings": settings}
+
+    answer = job_ranks.run_on_all_ranks(lambda: on_rank_0() if job_ranks.rank == 0 else None)
+    answer = job_ranks.broadcast_from_rank_0(answer)
+
+    def on_this_rank() -> Admission:
+        if certificate_file:
+            credentials = _site_credentials(options)
+        else:
+            credentials = JobCertificate(**answer["certificate"]).credentials()
+        return Admission(JoinPlace(address, credentials, ports), _merged(answer["settings"], given))
+
+    admission: Admission = job_ranks.run_on_all_ranks(on_this_rank)
+    return admission
+
+
+def _site_credentials(options: Options) -> Credentials:
+    return Credentials.of_site(options.value("join_certificate"), options.value("join_ca"))
+
+
+def _settings_of_run(place: JoinPlace, deadline: Deadline) -> dict[str, Any] | None:
+    """Return the settings of the run, as the coordinator has them; None: those of its first job."""
+    purpose = {
+        "purpose": SETTINGS,
+        "job": place.address.job,
+        "incarnation": new_incarnation(),
+    }
+    part = deadline.part(HANDSHAKE_S, "the coordinator's answer")
+    channel = place.call(purpose, part)
+    try:
+        settings: dict[str, Any] | None = channel.receive(part)["settings"]
+        return settings
+    finally:
+        channel.close()
+
+
+def _merged(settings: dict[str, Any] | None, given: str) -> OuterSettings:
+    """Return the settings of this job: those of the run, and its own ones.
+
+    Args:
+        settings: Settings of the run; None: those of its first job, so this job's own.
+        given: Value of --holmes-outer.
+
+    Raises:
+        HolmesError: Both contradict each other, or the settings cannot be read.
+    """
+    if settings is None:
+        return parse_outer(given)
+    source = "settings of `holmes join serve` (install the same holmes_ext)"
+    return merge_settings(Table(settings, source).into(OuterSettings), given)
+
+
+def _retried(call: Callable[[], T], address: JoinAddress, deadline: Deadline) -> T:
+    """Return the result of a call to the coordinator, which is repeated while that is not reached.
+
+    Raises:
+        HolmesError: The coordinator was not reached before the deadline, or the call raised one.
+    """
+    while True:
+        try:
+            return call()
+        except OSError as error:
+            if deadline.left <= _RETRY_S:
+                where = address_text(address.host, address.port)
+                raise HolmesError(
+                    f"no coordinator answers at {where} ({why(error)}); is `holmes join serve` running"
+                    " there?"
+                ) from None
+        time.sleep(_RETRY_S)

@@ -1,0 +1,140 @@
+"""Checks of the coordinator on who may connect and join: certificates, revocations, settings of the run.
+
+The coordinator's rules (coordinator.py) know jobs by name. This module makes sure that each name is that of
+one certificate: a caller speaks only for a job in its certificate, and a certificate stands for one job at a
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.join.address import is_name
+from holmes_ext.join.coordinator.membership import difference
+from holmes_ext.join.coordinator.reports import Hello
+from holmes_ext.join.identity.invitation import REDEEM
+from holmes_ext.join.identity.run_folder import ServedRun
+from holmes_ext.join.settings import OuterSettings
+from holmes_ext.join.sockets.certificates import Holder
+from holmes_ext.join.sockets.handshake import (
+    BY_FINGERPRINT,
+    BY_NAME,
+    Credentials,
+    Purpose,
+    problem_of_caller,
+)
+
+#: Purpose of the connection of `holmes join status`.
+STATUS = "status"
+#: Purpose of the connection on which a job reads the settings of the run.
+SETTINGS = "settings"
+
+
+class JobIdentity(NamedTuple):
+    """Name, incarnation (start) and certificate of the job at the other end of a connection."""
+
+    job: str
+    incarnation: str
+    certificate: str  # its SHA-256, in hexadecimal digits
+
+
+class Gate:
+    """Checks callers and jobs against the certificates, revocations and settings of a run. Not thread-safe.
+
+    Args:
+        run: State folder and credentials of the run.
+        settings: Settings that all jobs must have; None: those of the first job.
+    """
+
+    def __init__(self, run: ServedRun, settings: OuterSettings | None):
+        self._run = run
+        self._settings = settings
+        self._certificates: dict[str, str] = {}  # job that has said hello -> its certificate
+        self._folder_version: tuple[int, ...] = ()  # of the state folder when it was read last
+
+    @property
+    def credentials(self) -> Credentials:
+        """Return the coordinator's certificate, and the list of revoked ones."""
+        return self._run.credentials
+
+    def settings_reply(self) -> dict[str, Any]:
+        """Return the reply to a job that reads the settings of the run."""
+        return {"settings": None if self._settings is None else asdict(self._settings)}
+
+    def redeem_reply(self, purpose: Purpose) -> dict[str, Any]:
+        """Return the reply to a job that shows its invitation: its certificate.
+
+        Raises:
+            HolmesError: The invitation is not valid.
+        """
+        job, secret, request = (str(purpose.get(key, "")) for key in ("job", "secret", "request"))
+        return self._run.folder.redeem(job, secret, request)._asdict()
+
+    def admit_hello(self, identity: JobIdentity, hello: Hello, present: Iterable[str]) -> Hello:
+        """Return the hello of a job with the settings of the run.
+
+        Args:
+            identity: The job.
+            hello: Its description of itself.
+            present: Names of the jobs in the run.
+
+        Raises:
+            HolmesError: The certificate is that of another job in the run, or the settings are not
+                the run's.
+        """
+        for other in present:
+            has_same_certificate = self._certificates.get(other) == identity.certificate
+            if other != identity.job and has_same_certificate:
+                raise HolmesError(
+                    f"job {identity.job!r} cannot join with the certificate of job {other!r}, which is in"
+                    " this run already; each job needs its own"
+                )
+        if self._settings is None:
+            return hello
+        given = {"outer": hello.agreed.get("outer")}
+        required = {"outer": self._settings.agreed()}
+        if text := difference(given, required, "`holmes join serve`"):
+            raise HolmesError(f"job {identity.job!r} cannot join: it differs in {text}")
+        return replace(hello, min=self._settings.min)
+
+    def record(self, identity: JobIdentity, members: Iterable[str]) -> None:
+        """Remember the certificate of a job that has said hello, and forget those of forgotten jobs."""
+        known = {**self._certificates, identity.job: identity.certificate}
+        self._certificates = {name: known[name] for name in members if name in known}
+
+    def revoked_since(self) -> frozenset[str] | None:
+        """Return the list of revoked certificates; None if it has not changed since the last call.
+
+        Raises:
+            HolmesError: The list cannot be read. The list that was read last stays valid.
+            OSError: The same.
+        """
+        folder = self._run.folder
+        version = folder.changed_at()
+        if version == self._folder_version:
+            return None
+        self._folder_version = version
+        entries = folder.revocations()
+        return entries if entries != self.credentials.revoked else None
+
+    def is_revoked(self, job: str, entries: frozenset[str]) -> bool:
+        """Return whether the certificate of a job that has said hello is in a list of revoked ones."""
+        certificate = BY_FINGERPRINT + self._certificates.get(job, "")
+        return certificate in entries or BY_NAME + job in entries
+
+
+def problem_at_coordinator(purpose: Purpose, holder: Holder) -> str:
+    """Return why the coordinator rejects a caller with this purpose and certificate; "" if it does not."""
+    use = purpose.get("purpose")
+    if use == REDEEM:
+        return ""  # its invitation is checked instead
+    if use == STATUS:
+        return "" if holder.fingerprint else "the caller has shown no certificate"
+    if problem := problem_of_caller(purpose, holder):
+        return problem
+    # Limits the length and the characters of what is kept and logged.
+    is_valid = is_name(str(purpose.get("job"))) and is_name(str(purpose.get("incarnation")))
+    return "" if is_valid else "a caller names no job and incarnation"

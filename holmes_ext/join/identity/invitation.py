@@ -1,0 +1,144 @@
+"""Invitation to a run: what a job needs to get its certificate from `holmes join serve`. Needs no torch.
+
+An invitation is a JSON file:
+
+    job            name that the certificate will have
+    address        HOST:PORT of the coordinator, as `holmes join invite` was told it
+    fingerprint    SHA-256 of the coordinator's certificate
+    secret         144 random bits; whoever sends them first gets the certificate
+
+The job first checks that the coordinator has the certificate of this fingerprint, and only then sends the
+secret. It sends a certificate request with the public part of a key that it has made itself; the private key
+never leaves the job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from holmes_ext.document import parse_json
+from holmes_ext.errors import HolmesError
+from holmes_ext.join.address import is_name
+from holmes_ext.join.identity.private_files import read_private
+from holmes_ext.join.sockets.certificates import holder_of, make_request, stranger_context
+from holmes_ext.join.sockets.channel import Channel
+from holmes_ext.join.sockets.handshake import (
+    HANDSHAKE_S,
+    NotAuthentic,
+    Refused,
+    connect,
+    printable,
+    send_purpose,
+    start_tls,
+)
+from holmes_ext.runtime.deadline import Deadline
+from holmes_ext.runtime.sockets import address_text
+
+#: Bytes of the secret.
+_SECRET_BYTES = 18
+#: Purpose of the connection on which a job redeems its invitation.
+REDEEM = "redeem"
+_ADVICE = "write one with `holmes join invite NAME --output FILE`"
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Invitation of one job to one run, which can be used once."""
+
+    job: str
+    address: str
+    fingerprint: str
+    secret: str
+
+    @classmethod
+    def drawn(cls, job: str, address: str, fingerprint: str) -> Invitation:
+        """Return an invitation with a random secret."""
+        return cls(job, address, fingerprint, secrets.token_urlsafe(_SECRET_BYTES))
+
+    @property
+    def digest(self) -> str:
+        """Return the name under which the invitation is recorded, from which the secret cannot be found."""
+        return digest_of_secret(self.secret)
+
+    def text(self) -> str:
+        """Return the content of an invitation file."""
+        return json.dumps(asdict(self)) + "\n"
+
+
+class IssuedCertificate(NamedTuple):
+    """Certificate that the coordinator has signed for a job, and its CA, as PEM texts."""
+
+    certificate: str
+    authority: str
+
+
+def digest_of_secret(secret: str) -> str:
+    """Return the SHA-256 of an invitation's secret, in hexadecimal digits."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def read_invitation(path: Path) -> Invitation:
+    """Return the invitation in a file.
+
+    Raises:
+        HolmesError: The file is missing, belongs to another user, or has no invitation.
+    """
+    try:
+        text = read_private(path, is_given=True)
+    except FileNotFoundError:
+        raise HolmesError(f"--holmes-join-invitation: there is no file {path}; {_ADVICE}") from None
+    invitation = parse_json(text, str(path), _ADVICE).into(Invitation)
+    if not is_name(invitation.job):
+        raise HolmesError(f"{path}: {invitation.job!r:.100} is no name of a job; {_ADVICE}")
+    return invitation
+
+
+def redeem(
+    invitation: Invitation, host: str, port: int, key: str, deadline: Deadline
+) -> IssuedCertificate:
+    """Exchange an invitation for a certificate.
+
+    The coordinator issues the same certificate again if it is asked again with the same key, so a
+    lost reply does no harm.
+
+    Args:
+        invitation: The invitation.
+        host: Host of the coordinator.
+        port: Port of the coordinator.
+        key: Private key of the job, which stays here.
+        deadline: Until when the certificate must be here.
+
+    Raises:
+        OSError: The coordinator was not reached.
+        NotAuthentic: Another process answers at the coordinator's address.
+        Refused: The invitation was used or revoked, or is of another run.
+    """
+    where = address_text(host, port)
+    deadline = deadline.part(HANDSHAKE_S, "redeeming the invitation")
+    connection = start_tls(connect(host, port, deadline), stranger_context(), where, deadline)
+    try:
+        # Before the secret is sent: TLS has proved that the other end has the key of this certificate.
+        if holder_of(connection).fingerprint != invitation.fingerprint:
+            raise NotAuthentic(
+                f"{where} is not the `holmes join serve` that invited job {invitation.job}: its certificate"
+                " has another fingerprint. Invite the job again if its state folder was removed"
+            )
+        channel = Channel(connection)
+        purpose = {
+            "purpose": REDEEM,
+            "job": invitation.job,
+            "secret": invitation.secret,
+            "request": make_request(key),
+        }
+        send_purpose(channel, where, purpose, deadline)
+        reply = channel.receive(deadline)
+        if "error" in reply:
+            raise Refused(printable(str(reply["error"])))
+        return IssuedCertificate(str(reply["certificate"]), str(reply["authority"]))
+    finally:
+        connection.close()

@@ -1,0 +1,188 @@
+"""Where a job's certificate comes from, and the file in which it is kept. Needs no torch.
+
+Rank 0 of the job looks in this order:
+
+    --holmes-join-invitation FILE    redeemed at the first start
+    the kept file                    ~/.local/state/holmes_ext/join-jobs/NAME@HOST-PORT.json: a restarted job
+                                     needs no other invitation
+    the coordinator's state folder   if `holmes join serve` runs on this host as this user: the job signs its
+                                     certificate itself
+
+The private key is written to the kept file before the invitation is redeemed. So an invitation is not lost if
+the disk is full, or the job is killed in between.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from holmes_ext.document import parse_json
+from holmes_ext.errors import HolmesError
+from holmes_ext.join.address import JoinAddress
+from holmes_ext.join.identity.invitation import Invitation, read_invitation, redeem
+from holmes_ext.join.identity.private_files import (
+    make_private_folder,
+    read_private,
+    state_home,
+    write_private,
+)
+from holmes_ext.join.identity.run_folder import RunFolder
+from holmes_ext.join.sockets.certificates import KeyPair, make_key, make_request
+from holmes_ext.join.sockets.handshake import Credentials
+from holmes_ext.runtime.deadline import Deadline
+from holmes_ext.words import why
+
+
+@dataclass(frozen=True)
+class JobCertificate:
+    """Key, certificate and CA of a job, as PEM texts: content of the kept file."""
+
+    key: str
+    certificate: str = ""  # "": the invitation was not redeemed yet
+    authority: str = ""
+    invitation: str = ""  # hash of the secret of the invitation from which the certificate comes
+
+    def credentials(self) -> Credentials:
+        """Return the credentials with this certificate.
+
+        Raises:
+            HolmesError: The texts are damaged.
+        """
+        try:
+            return Credentials.of_run(KeyPair(self.key, self.certificate), self.authority)
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise HolmesError(
+                f"the certificate of this job cannot be used ({why(error)}); invite the job again"
+            ) from None
+
+
+def obtain_certificate(
+    address: JoinAddress, invitation_file: str, environ: Mapping[str, str], deadline: Deadline
+) -> JobCertificate:
+    """Return the certificate of a job, after getting one if this is its first start.
+
+    Args:
+        address: Name of the job, and address of the coordinator.
+        invitation_file: Value of --holmes-join-invitation; "": not given.
+        environ: Environment variables, which say where state is kept.
+        deadline: Until when the coordinator must have answered.
+
+    Raises:
+        OSError: The coordinator was not reached; try again.
+        HolmesError: There is no invitation, or it is not valid, or the certificate cannot be kept.
+    """
+    kept_path = kept_file(address, environ)
+    kept = _read_kept(kept_path)
+    if invitation_file:
+        invitation = read_invitation(Path(invitation_file))
+        if invitation.job != address.job:
+            raise HolmesError(
+                f"{invitation_file}: is the invitation of job {invitation.job}, not of {address.job};"
+                f" give --holmes-join {invitation.job}@{address.host}:{address.port}, or another file"
+            )
+        if kept is None or kept.invitation != invitation.digest:
+            kept = JobCertificate(make_key(), invitation=invitation.digest)
+            _keep(kept_path, kept)
+        if not kept.certificate:
+            kept = _redeemed(kept, invitation, address, deadline)
+            _keep(kept_path, kept)
+        return kept
+    run = run_on_this_host(address, environ)
+    if run is not None:
+        if kept is None or not run.accepts(kept.certificate, kept.authority):
+            kept = _self_signed(run, address.job)
+            _keep(kept_path, kept)
+        return kept
+    if kept is None or not kept.certificate:
+        raise HolmesError(
+            f"job {address.job!r} has no certificate for the run at {address.host}:{address.port}; run"
+            f" `holmes join invite {address.job} --output FILE` on the host of `holmes join serve`, and"
+            " give the job --holmes-join-invitation FILE"
+        )
+    return kept
+
+
+def kept_file(address: JoinAddress, environ: Mapping[str, str]) -> Path:
+    """Return the file in which the certificate of a job is kept."""
+    name = f"{address.job}@{address.host}-{address.port}.json".replace("/", "-")
+    return state_home(environ) / "join-jobs" / name
+
+
+def kept_certificates(host: str, port: int, environ: Mapping[str, str]) -> list[JobCertificate]:
+    """Return the certificates that jobs of this user keep for a coordinator."""
+    folder = kept_file(JoinAddress("", host, port), environ).parent
+    if not folder.exists():
+        return []
+    suffix = kept_file(JoinAddress("", host, port), environ).name
+    kept = [_read_kept(path) for path in sorted(folder.iterdir()) if path.name.endswith(suffix)]
+    return [
+        certificate for certificate in kept if certificate is not None and certificate.certificate
+    ]
+
+
+def run_on_this_host(address: JoinAddress, environ: Mapping[str, str]) -> RunFolder | None:
+    """Return the state folder of the coordinator, if it runs on this host as this user; else None."""
+    run = RunFolder.of_port(environ, address.port)
+    if run.has_authority and _is_this_host(address):
+        return run
+    return None
+
+
+def _is_this_host(address: JoinAddress) -> bool:
+    """Return whether a coordinator's address belongs to this host, without sending anything."""
+    try:
+        infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)
+        family, kind, _, _, target = infos[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # UDP: only chooses the route
+            # The route to an own address begins at this address.
+            return bool(probe.getsockname()[0] == probe.getpeername()[0])
+    except OSError:
+        return False
+
+
+def _self_signed(run: RunFolder, job: str) -> JobCertificate:
+    """Return a certificate for a job from the CA in a folder of this user."""
+    if run.was_revoked(job):
+        raise HolmesError(f"job {job!r} was revoked; `holmes join invite {job}` allows it again")
+    key = make_key()
+    invitation = run.invite(job, address="")
+    issued = run.redeem(job, invitation.secret, make_request(key))
+    return JobCertificate(key, issued.certificate, issued.authority, invitation.digest)
+
+
+def _redeemed(
+    kept: JobCertificate, invitation: Invitation, address: JoinAddress, deadline: Deadline
+) -> JobCertificate:
+    """Return the certificate that the coordinator issues for an invitation and the kept key."""
+    issued = redeem(invitation, address.host, address.port, kept.key, deadline)
+    return JobCertificate(kept.key, issued.certificate, issued.authority, invitation.digest)
+
+
+def _read_kept(path: Path) -> JobCertificate | None:
+    """Return the certificate in a kept file; None: there is no file."""
+    try:
+        text = read_private(path)
+    except FileNotFoundError:
+        return None
+    return parse_json(text, str(path), "remove it, and invite the job again").into(JobCertificate)
+
+
+def _keep(path: Path, certificate: JobCertificate) -> None:
+    """Write the kept file.
+
+    Raises:
+        HolmesError: It cannot be written.
+    """
+    try:
+        make_private_folder(path.parent)
+        write_private(path, json.dumps(asdict(certificate)), replaces=True)
+    except OSError as error:
+        raise HolmesError(
+            f"{path}: the certificate of the job cannot be kept there ({why(error)}); set XDG_STATE_HOME to"
+            " another place"
+        ) from None
