@@ -5,15 +5,14 @@ from array import array
 
 import pytest
 from coordinator_rules import Run
-from joined_jobs import TOKEN, coordinator
+from joined_jobs import coordinator, place_at
 from waiting import await_, soon
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.address import incarnation_of
 from holmes_ext.join.coordinator import state as state_module
+from holmes_ext.join.coordinator.client import new_incarnation
 from holmes_ext.join.coordinator.reports import checked_from, done_from, hello_from
 from holmes_ext.join.sockets import requests
-from holmes_ext.join.sockets.handshake import Credentials, call
 
 RANGES = 10_000
 
@@ -33,8 +32,8 @@ def hello(ranges=RANGES, **more):
 
 
 def called(server, job="zero"):
-    purpose = {"purpose": "job", "job": job, "incarnation": incarnation_of("s"), "secret": "s"}
-    return call("127.0.0.1", server.port, Credentials(TOKEN), purpose, soon())
+    purpose = {"purpose": "job", "job": job, "incarnation": new_incarnation()}
+    return place_at(job, server.port).call(purpose, soon())
 
 
 def test_shard_maps_are_kept_as_arrays():
