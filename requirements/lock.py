@@ -69,6 +69,11 @@ def main() -> None:
         packages = resolve(options.uv, lock, options.upgrade)
         lines = [HEADER.format(lock.name), *(requirement(package) for package in packages)]
         (LOCKED / f"{lock.name}.txt").write_text("".join(lines))
+        built = [each["name"] for each in packages if needs_source(each)]
+        if built:
+            print(
+                f"{lock.name}.txt: no wheel for some Python, built by locked/build.txt: {', '.join(built)}"
+            )
 
 
 def resolve(uv: str, lock: Lock, upgrade: bool) -> list[dict[str, Any]]:
@@ -129,17 +134,28 @@ def requirement(package: dict[str, Any]) -> str:
 
 def files_to_accept(package: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the wheels of a package for our platforms, and its source if a Python has no wheel."""
-    wheels = []
-    covered = set()
+    wheels = [wheel for wheel in package.get("wheels", []) if supported(file_name(wheel))]
+    return wheels + ([package["sdist"]] if needs_source(package) else [])
+
+
+def needs_source(package: dict[str, Any]) -> bool:
+    """Return whether a package has a source, and no wheel for one of the Pythons that need it."""
+    covered: set[tuple[int, str]] = set()
     for wheel in package.get("wheels", []):
-        pairs = supported(file_name(wheel))
-        if pairs:
-            wheels.append(wheel)
-            covered |= pairs
-    everything = {(minor, machine) for minor in MINORS for machine in MACHINES}
-    if covered == everything or "sdist" not in package:
-        return wheels
-    return [*wheels, package["sdist"]]
+        covered |= supported(file_name(wheel))
+    needed = {(minor, machine) for minor in minors_of(package) for machine in MACHINES}
+    return "sdist" in package and not needed <= covered
+
+
+def minors_of(package: dict[str, Any]) -> set[int]:
+    """Return the minor versions of Python 3 for which a package is, by its marker; all if in doubt."""
+    marker = package.get("marker", "")
+    if " or " in marker:
+        return set(MINORS)
+    minors = set(MINORS)
+    for operator, minor in re.findall(r"python_full_version (<|>=) '3\.(\d+)'", marker):
+        minors &= set(range(int(minor)) if operator == "<" else range(int(minor), max(MINORS) + 1))
+    return minors
 
 
 def file_name(file: dict[str, Any]) -> str:
@@ -153,12 +169,13 @@ def supported(wheel: str) -> set[tuple[int, str]]:
     assert tags, wheel
     minors = set()
     for tag in tags["python"].split("."):
-        if tag == "py3":
-            minors |= set(MINORS)
-        elif tag.startswith("cp3"):
-            built_for = int(tag[3:] or 0)
-            newer_too = tags["abi"] == "abi3" or tags["abi"] == "none"
-            minors |= {m for m in MINORS if m == built_for or newer_too and m > built_for}
+        implementation, version = tag[:2], tag[2:]
+        if not version.startswith("3") or implementation not in ("py", "cp"):
+            continue
+        oldest = int(version[1:] or 0)
+        # A wheel for CPython's own ABI fits one version; "py310" and the stable ABI fit newer ones, too.
+        newer_too = implementation == "py" or tags["abi"] in ("abi3", "none")
+        minors |= {m for m in MINORS if m == oldest or newer_too and m > oldest}
     if tags["abi"].endswith("t"):  # without the GIL
         return set()
     machines = set()

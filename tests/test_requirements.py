@@ -155,6 +155,7 @@ class TestFilesThatALockAccepts:
         [
             ("a-1-py3-none-any.whl", [10, 11, 12, 13, 14]),
             ("a-1-py2.py3-none-any.whl", [10, 11, 12, 13, 14]),
+            ("a-1-py312-none-any.whl", [12, 13, 14]),
             ("a-1-cp312-cp312-manylinux_2_28_x86_64.whl", [12]),
             ("a-1-cp312-abi3-manylinux2014_x86_64.manylinux_2_17_x86_64.whl", [12, 13, 14]),
             ("a-1-cp39-abi3-manylinux_2_17_x86_64.whl", [10, 11, 12, 13, 14]),
@@ -177,3 +178,12 @@ class TestFilesThatALockAccepts:
         assert accepted({"wheels": [for_all], "sdist": sdist}) == [for_all]
         assert accepted({"wheels": [for_one], "sdist": sdist}) == [for_one, sdist]
         assert accepted({"sdist": sdist}) == [sdist]
+
+    def test_a_python_that_a_package_is_not_for_needs_no_wheel(self, lock):
+        wheels = [
+            {"name": f"a-1-cp310-cp310-manylinux_2_17_{machine}.whl"} for machine in lock.MACHINES
+        ]
+        package = {"wheels": wheels, "sdist": {"name": "a-1.tar.gz"}}
+        assert lock.needs_source(package)
+        assert not lock.needs_source({**package, "marker": "python_full_version < '3.11'"})
+        assert lock.needs_source({**package, "marker": "python_full_version >= '3.11'"})
