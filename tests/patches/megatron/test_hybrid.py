@@ -17,7 +17,8 @@ from holmes_ext.patches.megatron.command_line.hybrid import HybridModel, layers_
 NEMOTRON = (
     "--micro-batch-size 1 --seq-length 8192 --global-batch-size 768 --vocab-size 131072 "
     "--group-query-attention --num-query-groups 8 --kv-channels 128 --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --position-embedding-type none --normalization RMSNorm --is-hybrid-model"
+    "--untie-embeddings-and-output-weights --position-embedding-type none "
+    "--normalization RMSNorm --is-hybrid-model"
 )
 MODELS = {
     "Nemotron-H-8B": (
