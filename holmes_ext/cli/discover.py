@@ -59,7 +59,7 @@ def add_parser(subparsers: Any) -> None:
         "discover",
         help="show the NICs of this node that a job would use",
         description="Show the NICs of this node and mark those that a job would use. With --from, make a "
-        "cluster.toml from the nodes that Slurm, Kubernetes or a hostfile list.",
+        "cluster.toml from the nodes that Slurm, Kubernetes, a hostfile or outputs of ibstat list.",
         epilog=_EPILOG.replace("%", "%%"),
     )
     parser.add_argument(

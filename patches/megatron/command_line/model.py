@@ -24,6 +24,7 @@ from holmes_ext.patches.deepspeed.optimizers import (
 )
 from holmes_ext.patches.engine.patch import installed_version
 from holmes_ext.patches.megatron.command_line.expert_layers import count_expert_layers
+from holmes_ext.patches.megatron.command_line.hybrid import hybrid_model
 from holmes_ext.patches.megatron.command_line.other_models import (
     refuse_other_models,
     sequence_of_language_model,
@@ -96,7 +97,9 @@ def model_of(
         HolmesError: A flag that every model needs is missing, the model is no stack of equal
             transformer blocks, or Model refuses the values.
     """
-    refuse_other_models(flags, script)
+    # The message that refuses a hybrid model says how large it is. Its vocabulary is assumed silently.
+    vocabulary = padded_vocabulary(settings, vocabulary_tokens(settings, assumed=[]))
+    refuse_other_models(flags, script, hybrid_model(flags, settings, vocabulary))
     settings = with_task_of_script(settings, script, assumed)  # pretrain_bert.py: BERT's vocabulary
     settings = sequence_of_language_model(settings, assumed)
     for name, flag in REQUIRED_FLAGS.items():

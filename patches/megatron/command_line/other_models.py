@@ -11,6 +11,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.megatron.command_line.flags import MODEL_OF_FLAG
+from holmes_ext.patches.megatron.command_line.hybrid import HybridModel
 
 #: Beginning of a training script's name -> what the model consists of, in words for a message.
 MODEL_OF_SCRIPT = {
@@ -27,7 +28,9 @@ MODEL_OF_SCRIPT = {
 _SPECS = ("mamba", "hybrid")
 
 
-def refuse_other_models(flags: Mapping[str, Sequence[str]], script: str) -> None:
+def refuse_other_models(
+    flags: Mapping[str, Sequence[str]], script: str, hybrid: HybridModel | None = None
+) -> None:
     """Raise HolmesError if a command line describes a model that holmes does not predict.
 
     Signs of such a model are a flag of MODEL_OF_FLAG, a text of _SPECS in the value of --spec, sequences of
@@ -37,6 +40,7 @@ def refuse_other_models(flags: Mapping[str, Sequence[str]], script: str) -> None
     Args:
         flags: Flag of the command line -> the words that follow it.
         script: File name of the training script, "" if it is not known.
+        hybrid: The layers of several kinds that the flags describe, None if they were not counted.
 
     Raises:
         HolmesError: The model has layers of several kinds, an encoder beside its decoder, or the
@@ -44,16 +48,23 @@ def refuse_other_models(flags: Mapping[str, Sequence[str]], script: str) -> None
     """
     for flag, model in MODEL_OF_FLAG.items():
         if flag in flags:
-            raise _refusal(" ".join([flag, *flags[flag]]), model)
+            raise _refusal(" ".join([flag, *flags[flag]]), _counted(model, hybrid))
     spec = " ".join(flags.get("--spec", ()))
     if any(text in spec.lower() for text in _SPECS):
-        raise _refusal(f"--spec {spec}", "several kinds of layers")
+        raise _refusal(f"--spec {spec}", _counted("several kinds of layers", hybrid))
     # T5 has a sequence of its encoder and another one of its decoder.
     if "--encoder-seq-length" in flags and "--decoder-seq-length" in flags:
         raise _refusal("--decoder-seq-length", "an encoder and a decoder")
     for beginning, model in MODEL_OF_SCRIPT.items():
         if script.startswith(beginning):
-            raise _refusal(script, model)
+            raise _refusal(script, _counted(model, hybrid))
+
+
+def _counted(model: str, hybrid: HybridModel | None) -> str:
+    """Return what a model consists of, with its numbers of layers and parameters if they were counted."""
+    if hybrid is None or not model.startswith("several kinds of layers"):
+        return model
+    return f"several kinds of layers ({hybrid})"
 
 
 def _refusal(shown_by: str, model: str) -> HolmesError:
