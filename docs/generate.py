@@ -251,7 +251,7 @@ def _usage(parser: argparse.ArgumentParser) -> str:
 def _arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
     """Yield the arguments of a command with their help texts, as cells of a table."""
     for action in parser._actions:
-        if "--help" in action.option_strings:
+        if "--help" in action.option_strings or action.help == argparse.SUPPRESS:
             continue
         value = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
         choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else value
@@ -344,7 +344,7 @@ def public() -> str:
                 word
                 for action in parser._actions
                 for word in action.option_strings
-                if word.startswith("--")
+                if word.startswith("--") and action.help != argparse.SUPPRESS
             )
             lines.append(
                 f"- `{parser.prog}`: {', '.join(f'`{word}`' for word in words if word != '--help')}"

@@ -74,16 +74,20 @@ class Membership:
             return None
         self._refuse_if_different(name, hello)
         hello = state.make_room(name, hello)
+        # A job that this coordinator has seen before learns the round from it, and cannot change it: so a
+        # member that leaves and returns again and again voids no rounds.
+        is_unknown = predecessor is None
         # After a restart of this coordinator, new jobs may have begun a run from their initial weights. If a
         # job of the older run, which is in a later round, reconnects now, the older run goes on. forget()
         # drops the newer run's outer steps (commits): they would decide what versions of weights are valid.
-        if hello.entered and hello.round > state.number and self._replaces_current_run(name, now):
+        is_ahead = hello.entered and hello.round > state.number
+        if is_unknown and is_ahead and self._replaces_current_run(name, now):
             self._rounds.forget()
         member = self._new_member(name, incarnation, hello, predecessor, now)
         state.members[name] = member
         self._forget_gone()
         self._awaited_peers.arrived(name)
-        if not state.committed:
+        if is_unknown and not state.committed:
             # This coordinator is new: the run is in the latest round that a job reports, unless that is
             # implausibly far beyond the median job's (a single job may report anything).
             rounds = [other.hello.round for other in state.present()]

@@ -393,3 +393,13 @@ def test_a_job_behind_in_numbers_alone_skips_to_the_round_that_runs():
     run.enter("west")
     assert run.ready("west", 1) == {"verdict": "skip", "round": 2}
     assert run.ready("east", 3) is None and run.ready("west", 3)["verdict"] == "go"
+
+
+def test_a_job_that_returns_with_a_later_round_voids_none_of_the_others():
+    """A member that was dropped came back at once, and each return voided the open round."""
+    run = Run("east", "west", "zero")
+    assert run.ready("east", 1) is None
+    run.coordinator.gone("zero", "1", "dropped")
+    run.hello("zero", entered=True, round=5)
+    state = run.coordinator.state
+    assert state.number == 1 and not state.rounds[1].outcome
