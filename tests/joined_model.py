@@ -86,7 +86,6 @@ class ModelJob:
     wanted: dict[int, int] = field(default_factory=dict)  # fragment -> least version
     versions: list[Claim] = field(default_factory=lambda: [Claim(0, 16 * "0")] * FRAGMENTS)
     crashed: bool = False
-    waits: bool = False  # its last request was not decided
     may_offer: bool = False  # with rounds=async: it has a pseudo-gradient
     ended: int = 0  # rounds that have ended for it
     commits: list[int] = field(default_factory=list)  # rounds that it has applied
@@ -131,33 +130,28 @@ class World:
             return
         reply = self._reply(job)
         self.coordinator.state.events.clear()
-        job.waits = reply is None
-        if reply is None:
-            return
-        for other in self.jobs.values():
-            other.waits = False  # the coordinator may have decided something for it, too
-        self._follow(job, reply)
+        if reply is not None:
+            self._follow(job, reply)
 
     def tick(self) -> None:
         """Let a timeout pass; all jobs that have not crashed send heartbeats."""
         self.ticks += 1
         self.now += TIMEOUT + 1
         for name, job in self.jobs.items():
-            job.waits = False
             if job.step == "take":  # the donor has not answered in time
                 self._end_round(job, job.round)
             if not job.crashed:
                 self.coordinator.heartbeat(name, "1", {}, self.now)
-            if not job.crashed and job.step == "ask" and self.scene.policy == "next":
-                # A job that has nothing to do polls several times a second.
-                self.coordinator.policies["next"]._request_times[name] = self.now
+            request_times = self.coordinator.policies["next"]._request_times
+            if not job.crashed and job.step == "ask" and name in request_times:
+                # A job with rounds=async that has nothing to do polls several times a second.
+                request_times[name] = self.now
         self.coordinator.look(self.now)
 
     def train(self) -> None:
         """Let all jobs take the steps after which they offer a pseudo-gradient (rounds=async)."""
         for job in self.jobs.values():
             job.may_offer = True
-            job.waits = False
 
     def crash(self) -> None:
         self.jobs[self.scene.crash].crashed = True
@@ -166,8 +160,6 @@ class World:
         """Let the coordinator see that the connection of the crashed job is closed."""
         self.noticed = True
         self.coordinator.gone(self.scene.crash, "1", "closed")
-        for job in self.jobs.values():
-            job.waits = False
 
     # What a job does
 
@@ -297,8 +289,7 @@ class World:
         has_all = all(
             donor.versions[fragment].version >= version for fragment, version in job.wanted.items()
         )
-        job.waits = can_exchange and not has_all  # the donor has not heard of the commit yet
-        if job.waits:
+        if can_exchange and not has_all:  # the donor has not heard of the commit yet
             return
         if can_exchange:
             for fragment in job.wanted:
@@ -322,7 +313,7 @@ class World:
         ]
 
     def play(self, rounds: int, most_ticks: int = 1000) -> None:
-        """Let all jobs poll in turn until `rounds` more have ended for each honest job.
+        """Let all jobs poll in turn until each honest job has ended `rounds` more than the first one now.
 
         With rounds=async, jobs do not wait for each other: until the run has made so many rounds. Time passes
         if all jobs wait.
@@ -332,11 +323,11 @@ class World:
         """
         is_rolling = self.scene.policy == "next"
         last_round = self.coordinator.state.number + rounds
-        goal = {job.name: job.ended + rounds for job in self.honest}
+        goal = max(job.ended for job in self.honest) + rounds
         ticks = self.ticks
 
         def is_ahead(job: ModelJob) -> bool:
-            return not is_rolling and job.ended >= goal.get(job.name, job.ended + 1)
+            return not is_rolling and job.ended >= goal and job in self.honest
 
         def is_over() -> bool:
             if is_rolling:

@@ -36,6 +36,8 @@ CERTIFICATES = "tests/join/identity/test_job_certificate.py"
 ROUTES = "tests/join/test_routes.py"
 INPUTS = "tests/join/test_bad_inputs.py"
 MEMBERS = "tests/join/test_members_attacks.py"
+PAIRS = "tests/join/coordinator/test_failed_pairs.py"
+CUT = "tests/join/test_cut_pair.py"
 NEVER = "if False:"
 
 
@@ -303,6 +305,76 @@ MUTANTS = [
         "< member.sits_out_until and bool(others)",
         "< member.sits_out_until",
         MEMBERS + " -k sits",
+    ),
+    Mutant(
+        "who leaves a round that has begun is not counted",
+        "join/coordinator/settlement.py",
+        "            mark_unfinished(self._state, self._state.members[name], round_state.number)",
+        "            pass",
+        PAIRS + " -k vanishes",
+    ),
+    Mutant(
+        "jobs that all sit out wait for ever",
+        "join/coordinator/lateness.py",
+        " and number >= other.sits_out_until",
+        "",
+        PAIRS + " -k sit_out",
+    ),
+    Mutant(
+        "no failed pair uses the relay",
+        "join/coordinator/settlement.py",
+        "elif failures and not round_state.has_tried_relay:",
+        "elif False:",
+        PAIRS + " -k relay",
+    ),
+    Mutant(
+        "a rank calls directly whatever the coordinator orders",
+        "join/peers/routes.py",
+        "if peer.address and not self.uses_relay(peer.job):",
+        "if peer.address:",
+        CUT,
+    ),
+    Mutant(
+        "whoever is accused is dropped before the only accuser",
+        "join/coordinator/state.py",
+        "(member.name not in accusers, member.dropped_in,",
+        "(member.name in accusers, member.dropped_in,",
+        PAIRS + " -k falsely",
+    ),
+    Mutant(
+        "the same job of a pair is dropped each time",
+        "join/coordinator/rounds.py",
+        "                member.dropped_in = number",
+        "                pass",
+        PAIRS + " -k turns",
+    ),
+    Mutant(
+        "a pair that has failed is tried again in each round",
+        "join/coordinator/state.py",
+        "return fewest_to_drop(pairs, drop_preference(pairs, members))",
+        "return set()",
+        PAIRS + " -k apart",
+    ),
+    Mutant(
+        "late names count in the quorum",
+        "join/coordinator/state.py",
+        "half = -(-len(electorate) // 2)",
+        "half = len(electorate)",
+        PAIRS,
+    ),
+    Mutant(
+        "of two jobs the larger timeout counts",
+        "join/coordinator/state.py",
+        "return statistics.median_low(member.hello.timeout for member in members)",
+        "return statistics.median_high(member.hello.timeout for member in members)",
+        PAIRS + " -k timeout",
+    ),
+    Mutant(
+        "a job that is cut off waits in each round",
+        "join/rounds/coordinator_link.py",
+        "if self._is_away and self.client.is_away:",
+        NEVER,
+        "tests/join/test_coordinator_link.py",
     ),
     Mutant(
         "a peer may take four times as long as the last time",

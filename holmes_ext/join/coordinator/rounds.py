@@ -86,21 +86,25 @@ class Rounds:
         return False
 
     def note_left_out(
-        self, number: int, members: Sequence[Member], left_out: Collection[str]
+        self,
+        number: int,
+        members: Sequence[Member],
+        left_out: Collection[str],
+        why: str = "it and another member cannot exchange data",
     ) -> None:
-        """Record which jobs round `number` leaves out because of failed pairs.
+        """Record which jobs round `number` leaves out because of a conflict between two jobs.
 
         Args:
             number: Number of the round.
             members: All jobs that could take part.
             left_out: Those that are left out. The next time, it is another job's turn.
+            why: Reason for the log.
         """
         for member in members:
             if member.name in left_out:
                 member.dropped_in = number
                 self._state.events.append(
-                    f"round {number} goes on without job {member.name}: it and another member cannot "
-                    "exchange data"
+                    f"round {number} goes on without job {member.name}: {why}"
                 )
 
     def commit(self, round_state: RoundState) -> None:

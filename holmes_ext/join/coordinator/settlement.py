@@ -48,6 +48,8 @@ from holmes_ext.join.coordinator.state import (
     patience_s,
 )
 
+#: Members of a round of which none is in the majority.
+_TWO = 2
 #: Share of the timeout for which the round waits for the report of a member that no other member reached.
 _UNREACHED_SHARE = 0.25
 
@@ -282,8 +284,9 @@ class Settlement:
         """Tell all members to compare the data they have received, or end the round as void.
 
         Members poll; they get the reply "check" after this call has increased
-        `round_state.check_number`. The round is void instead if too few pseudo-gradients count. A
-        pseudo-gradient counts if its job has a share above 0 and is not excluded.
+        `round_state.check_number`. A pseudo-gradient counts if its job has a share above 0 and is
+        not excluded. If too few count, the exchange is repeated without one of the excluded jobs, in
+        turns; of two members, the round is void instead.
 
         Args:
             round_state: The round.
@@ -295,12 +298,34 @@ class Settlement:
         counting = [name for name in _contributors(round_state) if name not in round_state.excluded]
         for name, why in round_state.excluded.items():
             self._state.events.append(f"round {round_state.number}: job {name} is left out: {why}")
-        if len(counting) < self._least_jobs(round_state) or not counting:
-            reasons = "; ".join(
-                f"{name} is left out: {why}" for name, why in round_state.excluded.items()
-            )
-            round_state.left_out |= round_state.excluded
-            self._rounds.void(round_state, reasons or "no job counts")
+        if len(counting) >= self._least_jobs(round_state) and counting:
+            return
+        if round_state.excluded and len(round_state.members) > _TWO:
+            self._repeat_without_excluded(round_state, now)
+            return
+        reasons = "; ".join(
+            f"{name} is left out: {why}" for name, why in round_state.excluded.items()
+        )
+        round_state.left_out |= round_state.excluded
+        self._rounds.void(round_state, reasons or "no job counts")
+
+    def _repeat_without_excluded(self, round_state: RoundState, now: float) -> None:
+        """Repeat the exchange without one of the jobs that contradict each other.
+
+        Two of three jobs that contradict each other leave too few for a round. Which of the two is wrong
+        cannot be known, so they are dropped in turns: a job that contradicts another one in each round
+        voids no round, and costs the other one half of its rounds.
+
+        Args:
+            round_state: The round, with the excluded jobs.
+            now: Current time, in seconds.
+        """
+        members = [self._state.members[name] for name in round_state.excluded]
+        dropped = {drop_preference({}, members)[0]}
+        self._rounds.note_left_out(
+            round_state.number, members, dropped, why="it and another member contradict each other"
+        )
+        self._repeat_without(round_state, dropped, now)
 
     def _lost_members(
         self, round_state: RoundState, reported: set[str], now: float
