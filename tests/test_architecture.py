@@ -26,7 +26,17 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Top-level modules of holmes_ext that are no room of their own.
 TOP = {
     **dict.fromkeys(
-        ("errors", "words", "units", "checks", "document", "options", "extensions", "samples"),
+        (
+            "errors",
+            "words",
+            "units",
+            "checks",
+            "files",
+            "document",
+            "options",
+            "extensions",
+            "samples",
+        ),
         "ground",
     ),
     **dict.fromkeys(("job", "banner"), "job"),

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from holmes_ext.cluster.fabric import ETHERNET, is_provisional
+from holmes_ext.document import read_text
+from holmes_ext.errors import HolmesError
 
 if TYPE_CHECKING:
     from holmes_ext.cluster.fabric import Fabric
@@ -125,8 +127,8 @@ def file_settings(
     # NCCL reads the user's file first, and the first value of a variable counts.
     for file in (user_file, system):
         try:
-            text = Path(file).read_text(errors="replace")
-        except OSError:
+            text = read_text(file, advice="", errors="replace")
+        except HolmesError:
             continue
         for line in text.splitlines():
             name, equals, value = line.partition("=")

@@ -33,6 +33,7 @@ from holmes_ext.doctor.launch_options import (
     number_in,
     written_options,
 )
+from holmes_ext.document import read_text
 from holmes_ext.errors import HolmesError
 
 #: Name of an option without its dashes, with "-" for "_" -> its values, in their order.
@@ -376,8 +377,8 @@ def _accelerate_config(path: str, environ: Mapping[str, str]) -> dict[str, str]:
         home = environ.get("HF_HOME") or f"{cache}/huggingface"
         path = f"{home}/accelerate/default_config.yaml"
     try:
-        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+        lines = read_text(path, advice="", errors="replace").splitlines()
+    except HolmesError:
         return {}
     matches = [_CONFIG_LINE.fullmatch(line) for line in lines]
     return {match[1]: match[2].strip() for match in matches if match and match[2].strip()}
