@@ -48,10 +48,10 @@ def save(path: str | Path, text: str, what: str) -> None:
         ) from None
 
 
-def write_whole(path: str | Path, text: str) -> None:
+def write_whole(path: str | Path, content: str | bytes) -> None:
     """Replace the content of a file, or leave the file unchanged if that fails.
 
-    The text is written to a new file with a random name in the same folder, which then replaces the
+    The content is written to a new file with a random name in the same folder, which then replaces the
     file. The file keeps its permissions. A pipe or a device such as /dev/stdout is written to instead
     of replaced. A link is followed if it belongs to this user or to root.
 
@@ -59,7 +59,7 @@ def write_whole(path: str | Path, text: str) -> None:
         OSError: the file cannot be written, or is a link of another user.
     """
     target = _followed(Path(path))
-    data = text.encode("utf-8")
+    data = content.encode("utf-8") if isinstance(content, str) else content
     if target.exists() and not target.is_file():
         _write_into(target, data)
     else:

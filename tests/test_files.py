@@ -117,6 +117,11 @@ def test_the_name_of_a_temporary_file_cannot_be_prepared(tmp_path, monkeypatch):
     assert victim.read_text() == "mine" and path.read_text() == "text"
 
 
+def test_bytes_are_written_too(tmp_path):
+    write_whole(tmp_path / "picture.png", b"\x89PNG")
+    assert (tmp_path / "picture.png").read_bytes() == b"\x89PNG"
+
+
 def test_a_new_file_has_the_usual_permissions(tmp_path):
     (tmp_path / "usual").write_text("x")
     write_whole(tmp_path / "new", "x")

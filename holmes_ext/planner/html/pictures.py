@@ -18,6 +18,7 @@ from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.site import Site
 from holmes_ext.document import load_json
 from holmes_ext.errors import HolmesError
+from holmes_ext.files import write_whole
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.words import why
 
@@ -138,8 +139,10 @@ def write(figure: Any, path: str | Path, advice: str) -> Path:
     Raises:
         HolmesError: The file cannot be written.
     """
+    picture = io.BytesIO()
     try:
-        figure.savefig(path, dpi=130)
+        figure.savefig(picture, format=Path(path).suffix[1:] or None, dpi=130)
+        write_whole(path, picture.getvalue())
     except (OSError, ValueError) as error:
         # matplotlib lists the formats that it supports in brackets, which would hide the advice.
         raise HolmesError(
