@@ -28,10 +28,12 @@ TOKEN = "a token for these tests"
 
 
 @contextlib.contextmanager
-def coordinator(port: int = 0, token: str = TOKEN) -> Iterator[CoordinatorServer]:
-    """A coordinator on loopback; `told` are its events."""
+def coordinator(
+    port: int = 0, token: str = TOKEN, host: str = "127.0.0.1"
+) -> Iterator[CoordinatorServer]:
+    """A coordinator, on loopback by default; `told` are its events."""
     told: list[str] = []
-    server = CoordinatorServer("127.0.0.1", port, Credentials(token), told.append)
+    server = CoordinatorServer(host, port, Credentials(token), told.append)
     server.told = told
     thread = threading.Thread(target=server.serve, daemon=True)
     thread.start()
