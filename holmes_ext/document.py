@@ -1,4 +1,4 @@
-"""Reads and writes TOML and JSON files, with errors that name the file, the key and a way out.
+"""Reads TOML and JSON files, with errors that name the file, the key and a way out.
 
 A Table knows its place in the file and which keys were read. Read single keys and reject all others:
 
@@ -12,21 +12,22 @@ or read a whole dataclass by the names, types and checks (checks.py) of its fiel
 
     port = top.table("port").into(Port)
 
-All readers raise HolmesError.
+All readers raise HolmesError. They have limits of size, of values, of levels, and of the wait for a pipe.
 """
 
 from __future__ import annotations
 
 import codecs
-import contextlib
 import hashlib
 import json
 import os
 import select
 import stat
 import sys
+from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -52,13 +53,12 @@ _TYPE_NAMES = {
     list: "a list",
 }
 _REQUIRED = object()
-#: Longest wait for the next byte of a pipe that is read as a file, in seconds.
-_PIPE_S = 5.0
-#: Largest size of a file.
-_MOST_BYTES = 2**28
+_PIPE_S = 5.0  # longest wait for the next byte of a pipe that is read as a file
+_MOST_BYTES = 2**28  # of a file
 _MIB = 2**20
-#: Least magnitude that counts as infinite. (math.isfinite fails for whole numbers that are too
-#: large for a float.)
+_MOST_VALUES = 2**24  # of a JSON text
+_MOST_LEVELS = 100  # of lists and tables in a file
+#: Least magnitude that counts as infinite. (math.isfinite fails for larger whole numbers than any float.)
 _INFINITE = 1e300
 
 
@@ -331,7 +331,9 @@ def load_toml(path: str | Path, advice: str) -> Table:
 def parse_toml(text: str, source: str) -> Table:
     """Return the top table of a TOML text; errors name `source`."""
     try:
-        return Table(tomllib.loads(text), source)
+        values = tomllib.loads(text)
+        _require_shallow(values)
+        return Table(values, source)
     except (ValueError, RecursionError) as error:
         # ValueError: TOMLDecodeError, and whole numbers of thousands of digits.
         raise HolmesError(f"{source}: not valid TOML: {error}") from None
@@ -348,31 +350,52 @@ def load_json(path: str | Path, advice: str) -> Table:
 
 
 def parse_json(text: str, source: str, advice: str) -> Table:
-    """Return the object in a JSON text as a table.
-
-    Args:
-        text: The JSON text.
-        source: Name of the file, with which error messages begin.
-        advice: Way out for the user, with which error messages end.
-
-    Raises:
-        HolmesError: the text is not valid JSON, or no object.
-    """
-    try:
-        document = json.loads(text, parse_constant=_refuse_constant)
-        if "\\ud" in text.lower():  # JSON writes a surrogate as such an escape
-            # A lone surrogate could not be printed later: encode() raises an error for one.
-            json.dumps(document, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise HolmesError(f"{source}: not valid JSON: {str(error)[:200]}; {advice}") from None
-    if not isinstance(document, dict):
-        raise HolmesError(f"{source}: not a JSON object; {advice}")
-    return Table(document, source)
+    """Return the object in a JSON text as a table. The arguments are those of parse_json_value()."""
+    value = parse_json_value(text, source, advice)
+    if isinstance(value, dict):
+        return Table(value, source)
+    raise HolmesError(f"{source}: not a JSON object; {advice}")
 
 
 def _refuse_constant(name: str) -> float:
     """Raise an error for NaN or Infinity, which are Python's extensions of JSON."""
     raise ValueError(f"{name} is no number of JSON")
+
+
+def parse_json_value(
+    text: str, source: str, advice: str, parse_constant: Callable[[str], float] = _refuse_constant
+) -> Any:
+    """Return the value of a JSON text: an object, a list, a text, a number, a boolean or None.
+
+    Args:
+        text: The JSON text.
+        source: Name of the file, with which error messages begin.
+        advice: Way out for the user, with which error messages end.
+        parse_constant: Returns the value of NaN, Infinity and -Infinity, which JSON does not have.
+    """
+    try:
+        # An upper bound on the number of values, before any of them takes memory.
+        if sum(map(text.count, ",[{")) > _MOST_VALUES:
+            raise ValueError(f"it has more than {_MOST_VALUES} values")
+        value = json.loads(text, parse_constant=parse_constant)
+        _require_shallow(value)
+        if "\\ud" in text.lower():  # JSON writes a surrogate as such an escape
+            # A lone surrogate could not be printed later: encode() raises an error for one.
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise HolmesError(f"{source}: not valid JSON: {str(error)[:200]}; {advice}") from None
+    return value
+
+
+def _require_shallow(value: Any) -> None:
+    """Raise ValueError if lists and tables have so many levels that recursive functions would fail."""
+    level: list[Any] = [[value]]  # the lists and tables at one depth
+    for _ in range(_MOST_LEVELS):
+        items = [node.values() if isinstance(node, dict) else node for node in level]
+        level = [item for item in chain.from_iterable(items) if isinstance(item, (dict, list))]
+        if not level:
+            return
+    raise ValueError(f"it is nested deeper than {_MOST_LEVELS} levels")
 
 
 def digest_of(content: Any) -> str:
@@ -391,35 +414,53 @@ def quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
-def read_text(path: str | Path, advice: str) -> str:
+def read_text(path: str | Path, advice: str, errors: str = "strict") -> str:
     """Return the text of a file (see decode_text()).
 
     Args:
         path: The file.
         advice: End of the error message if the file cannot be read.
+        errors: What becomes of bytes that are not UTF-8: "strict" (an error), "replace".
     """
     try:
-        return decode_text(_read(path))
+        return decode_text(_read(path), errors)
     except (OSError, ValueError) as error:  # not UTF-8, or a NUL in the path
         raise HolmesError(f"{path}: cannot be read ({why(error)}); {advice}") from None
 
 
-def decode_text(data: bytes) -> str:
+def read_bytes(path: str | Path, advice: str) -> bytes:
+    """Return the content of a file. `advice` ends the error message if that fails."""
+    try:
+        return _read(path)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise HolmesError(f"{path}: cannot be read ({why(error)}); {advice}") from None
+
+
+def read_standard_input(advice: str) -> str:
+    """Return the text of standard input. `advice` ends the error message if that fails."""
+    try:
+        text = sys.stdin.read(_MOST_BYTES + 1)  # one more, to notice a text that is too large
+        _require_size(len(text))
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8
+        raise HolmesError(f"standard input cannot be read ({why(error)}); {advice}") from None
+    return text.removeprefix("\ufeff")
+
+
+def decode_text(data: bytes, errors: str = "strict") -> str:
     """Return the text of bytes in UTF-8, or in UTF-16 with a byte order mark, without the mark.
 
-    PowerShell's `>` writes such UTF-16. Other bytes raise UnicodeDecodeError.
+    PowerShell's `>` writes such UTF-16. Other bytes raise UnicodeDecodeError, if `errors` is "strict".
     """
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return data.decode("utf-16")
-    return data.decode("utf-8-sig")
+        return data.decode("utf-16", errors)
+    return data.decode("utf-8-sig", errors)
 
 
 def _read(path: str | Path) -> bytes:
     """Return the content of a file or a pipe.
 
     Raises:
-        OSError: the file cannot be read or has more than _MOST_BYTES, or a pipe is silent for _PIPE_S
-            seconds.
+        OSError: it cannot be read, is larger than _MOST_BYTES, or is a pipe that is silent for _PIPE_S.
     """
     # O_NONBLOCK: opening a pipe without a writer must not wait.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -430,9 +471,14 @@ def _read(path: str | Path) -> bytes:
             data = file.read(_MOST_BYTES + 1)  # one more, to notice a file that is too large
         else:
             data = _read_pipe(file)
-        if len(data) > _MOST_BYTES:
-            raise OSError(f"it has more than {_MOST_BYTES // _MIB} MiB")
+        _require_size(len(data))
         return data
+
+
+def _require_size(size: int) -> None:
+    """Raise OSError if a content has more bytes, or characters, than any file of holmes."""
+    if size > _MOST_BYTES:
+        raise OSError(f"it has more than {_MOST_BYTES // _MIB} MiB")
 
 
 def _read_pipe(file: Any) -> bytes:
@@ -451,50 +497,3 @@ def _read_pipe(file: Any) -> bytes:
             break
         data += part
     return bytes(data)
-
-
-def save(path: str | Path, text: str, what: str) -> None:
-    """Replace the content of a file that the user named; after an error the file is unchanged.
-
-    Args:
-        path: The file.
-        text: Its new content.
-        what: Noun for the content in the error message, such as "the plan".
-
-    Raises:
-        HolmesError: the file cannot be written.
-    """
-    try:
-        write_whole(path, text)
-    except (OSError, ValueError) as error:
-        raise HolmesError(
-            f"{path}: {what} cannot be written ({why(error)}); name another place"
-        ) from None
-
-
-def write_whole(path: str | Path, text: str) -> None:
-    """Replace the content of a file, or leave the file unchanged if that fails.
-
-    The file keeps its permissions, and a link is followed. A pipe or a device such as /dev/stdout is written
-    to instead of replaced. The text is written to a temporary file in the same folder, which then replaces
-    the file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    if os.path.exists(path) and not os.path.isfile(path):
-        Path(path).write_text(text, encoding="utf-8")
-        return
-    target = Path(os.path.realpath(path))
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with open(partial, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        with contextlib.suppress(FileNotFoundError):  # the file is new
-            partial.chmod(stat.S_IMODE(target.stat().st_mode))
-        partial.replace(target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

@@ -27,7 +27,17 @@ pytestmark = pytest.mark.each_landing
 #: Top-level modules of holmes_ext that are no room of their own.
 TOP = {
     **dict.fromkeys(
-        ("errors", "words", "units", "checks", "document", "options", "extensions", "samples"),
+        (
+            "errors",
+            "words",
+            "units",
+            "checks",
+            "files",
+            "document",
+            "options",
+            "extensions",
+            "samples",
+        ),
         "ground",
     ),
     **dict.fromkeys(("job", "banner"), "job"),

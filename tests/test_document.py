@@ -1,12 +1,14 @@
+import io
 import json
 import os
+import sys
 import threading
 from dataclasses import dataclass, field
 
 import pytest
 
 from holmes_ext import document
-from holmes_ext.document import Table, load_json, load_toml, save, write_whole
+from holmes_ext.document import Table, load_json, load_toml
 from holmes_ext.errors import HolmesError
 
 
@@ -199,33 +201,38 @@ def test_what_a_terminal_would_obey_is_not_in_an_error():
     assert str(HolmesError("a\x1b]0;title\x07 b\nc")) == "a?]0;title? b c"
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    path, link = tmp_path / "plan.json", tmp_path / "link"
-    link.symlink_to(path)
-    write_whole(path, "one")
-    path.chmod(0o640)
-    write_whole(link, "two")
-    assert (path.read_text(), path.stat().st_mode & 0o777, link.is_symlink()) == (
-        "two",
-        0o640,
-        True,
-    )
-
-    def fail(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(
-        HolmesError, match=f"^{path}: the plan cannot be written .No space left on device."
-    ):
-        save(path, "three", "the plan")
-    assert path.read_text() == "two" and sorted(tmp_path.iterdir()) == [link, path]
+DEEP = 101
 
 
-def test_what_is_no_file_is_written_to(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    write_whole(pipe, "text")
-    assert os.read(reader, 9) == b"text"
-    os.close(reader)
+@pytest.mark.parametrize(
+    "load,text",
+    [
+        (load_json, '{"a": ' + "[" * DEEP + "]" * DEEP + "}"),
+        (load_json, '{"a": ' * DEEP + "1" + "}" * DEEP),
+        (load_json, '{"a": [' + "[]," * 2**24 + "[]]}"),
+        (load_toml, "a = " + "[" * DEEP + "]" * DEEP),
+        (load_toml, "[a" + ".a" * DEEP + "]"),
+    ],
+    ids=["lists", "objects", "values", "toml lists", "toml tables"],
+)
+def test_files_have_limits_of_levels_and_values(load, text, tmp_path):
+    """Functions that call themselves for each level failed; many empty lists took gigabytes."""
+    path = tmp_path / "f"
+    path.write_text(text)
+    with pytest.raises(HolmesError, match=f"^{path}: not valid .*(levels|more than .* values)"):
+        load(path, "mend it")
+
+
+def test_files_of_many_levels_are_read(tmp_path):
+    path = tmp_path / "f"
+    path.write_text('{"a": ' + "[" * 90 + "]" * 90 + "}")
+    assert load_json(path, "mend it").values["a"]
+
+
+def test_standard_input_has_a_limit(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeffa text"))
+    assert document.read_standard_input("write it") == "a text"
+    monkeypatch.setattr(document, "_MOST_BYTES", 2**20)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 2**21))
+    with pytest.raises(HolmesError, match="standard input cannot be read .it has more than 1 MiB"):
+        document.read_standard_input("write it")

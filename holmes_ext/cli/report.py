@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from holmes_ext import extensions
 from holmes_ext.cli.show.table import Column, Screen
-from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
+from holmes_ext.files import save
 from holmes_ext.plan.profile import load_profile
 from holmes_ext.report.figures import JoinedRow, Summary, summarize
 from holmes_ext.report.files import Run, load

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
-import json
 import os
 import socket
 import struct
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holmes_ext.cluster.wan import Wan
-from holmes_ext.document import read_text
+from holmes_ext.document import parse_json_value, read_text
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_bytes, format_rate, format_seconds
 from holmes_ext.words import why
@@ -343,18 +342,17 @@ def captured_addresses(root: str | Path) -> Addresses | None:
         return None
     if not os.path.isfile(path):
         raise HolmesError(f"{path}: is not a regular file")
+    advice = "write it with `ip -j addr`"
+    links = parse_json_value(read_text(path, advice), path, advice)
     try:
-        links = json.loads(read_text(path, "write it with `ip -j addr`"))
         if not isinstance(links, list):
             raise TypeError
         # `ip` prints an empty object for a device that its options filtered out.
         return {
             link["ifname"]: _addresses_listed_in(link["addr_info"]) for link in links if link != {}
         }
-    except (ValueError, RecursionError) as error:
-        raise HolmesError(
-            f"{path}: is no JSON of addresses: {error}; write it with `ip -j addr`"
-        ) from None
+    except ValueError as error:
+        raise HolmesError(f"{path}: an address is not valid: {error}; {advice}") from None
     except (KeyError, TypeError, AttributeError):
         wanted = "a list of objects with ifname and addr_info"
         raise HolmesError(f"{path}: is not what `ip -j addr` prints ({wanted})") from None

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from holmes_ext.cluster.wan import MeasuredLink, MeasuredPair, Points
-from holmes_ext.document import parse_toml, quoted, read_text, write_whole
+from holmes_ext.document import parse_toml, quoted, read_text
 from holmes_ext.errors import HolmesError
+from holmes_ext.files import write_whole
 from holmes_ext.words import why
 
 #: TOML header of a table or of an item of a list of tables.

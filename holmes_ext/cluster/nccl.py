@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from holmes_ext.cluster.fabric import ETHERNET, is_provisional
+from holmes_ext.document import read_text
+from holmes_ext.errors import HolmesError
 
 if TYPE_CHECKING:
     from holmes_ext.cluster.fabric import Fabric
@@ -126,8 +128,8 @@ def file_settings(
     # NCCL reads the user's file first, and the first value of a variable counts.
     for file in (environ.get("NCCL_CONF_FILE") or _file_in_home(), system):
         try:
-            text = Path(file).read_bytes().decode(errors="replace")
-        except OSError:
+            text = read_text(file, advice="", errors="replace")
+        except HolmesError:
             continue
         for line in text.split("\n"):  # the "\r" of a file from Windows becomes part of the value
             name, equals, value = line.partition("=")

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.doctor.launch import LaunchedNodes
+from holmes_ext.document import read_text
+from holmes_ext.errors import HolmesError
 from holmes_ext.options import PREFIX, names, variable
 
 _ENVIRONMENT_FILE = ".deepspeed_env"
@@ -125,8 +127,8 @@ def _names_in_files(environ: Mapping[str, str]) -> set[str]:
     found = set()
     for folder in (environ.get("HOME", ""), os.curdir):
         try:
-            lines = Path(folder, file_name).read_text(errors="replace").splitlines()
-        except OSError:
+            lines = read_text(Path(folder, file_name), advice="", errors="replace").splitlines()
+        except HolmesError:
             continue
         found |= {line.partition("=")[0].strip() for line in lines}
     return found

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holmes_ext.doctor.finding import Finding, note, problem
+from holmes_ext.document import read_bytes, read_text
+from holmes_ext.errors import HolmesError
 from holmes_ext.patches import WITH_GIL, without_gil
 from holmes_ext.patches.conflicts import conflicts
 from holmes_ext.patches.engine import location
@@ -310,13 +312,21 @@ def _start_up_code(folders: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield (file, code) for code that Python runs at every start: .pth files and sitecustomize.py."""
     for folder in map(Path, dict.fromkeys(folders)):
         for file in sorted(folder.glob("*.pth")):
-            for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            for line in _lines_of(file):
                 harmless = any(word in line or file.name.startswith(word) for word in _HARMLESS)
                 if line.startswith(("import ", "import\t")) and not harmless:
                     yield str(file), line.strip()
         for name in ("sitecustomize.py", "usercustomize.py"):
             if (folder / name).exists():
                 yield str(folder / name), "the module is imported"
+
+
+def _lines_of(file: Path) -> list[str]:
+    """Return the lines of a file; none if it cannot be read."""
+    try:
+        return read_text(file, advice="", errors="replace").splitlines()
+    except HolmesError:
+        return []
 
 
 def check_replaced_functions(patches: Iterable[Patch]) -> Iterator[Finding]:
@@ -351,8 +361,9 @@ def check_replaced_functions(patches: Iterable[Patch]) -> Iterator[Finding]:
 def check_script(path: Path) -> Iterator[Finding]:
     """Yield findings about libraries that a training script imports and that patch frameworks (PATCHING)."""
     try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError) as error:
+        tree = ast.parse(read_bytes(path, "give the training script"))
+    # MemoryError and RecursionError: it is nested too deep for the parser.
+    except (HolmesError, SyntaxError, ValueError, MemoryError, RecursionError) as error:
         yield problem(
             str(path),
             what=f"cannot be read as Python: {error}",

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from holmes_ext.document import read_text
+from holmes_ext.errors import HolmesError
+
 #: Numbers with more digits count as not given.
 MAX_DIGITS = 6
 #: Variable of Slurm with the number of GPUs that a job has on the node.
@@ -320,8 +323,8 @@ def accelerate_config(path: str, environ: Mapping[str, str]) -> dict[str, str]:
         home = environ.get("HF_HOME") or f"{cache}/huggingface"
         path = f"{home}/accelerate/default_config.yaml"
     try:
-        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+        lines = read_text(path, advice="", errors="replace").splitlines()
+    except HolmesError:
         return {}
     matches = [_CONFIG_LINE.fullmatch(line) for line in lines]
     return {match[1]: match[2].strip() for match in matches if match and match[2].strip()}

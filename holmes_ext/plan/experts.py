@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holmes_ext.document import Table, digest_of, load_json, save
+from holmes_ext.document import Table, digest_of, load_json
 from holmes_ext.errors import HolmesError
+from holmes_ext.files import save
 
 RANK, EXPERT = "rank", "expert"
 #: Layer number that stands for all layers.

@@ -12,13 +12,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.resolve import part_of, resolve_site
 from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.document import read_bytes
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.buckets import FEWEST, SMALLEST_BYTES
@@ -76,7 +76,9 @@ class PlanRequest:
         for name, path in paths.items():
             digest = ""  # no such file
             if path:
-                digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+                digest = hashlib.sha256(
+                    read_bytes(path, f"give --holmes-{name} a file")
+                ).hexdigest()[:16]
             self.digests[f"content of {name} file"] = digest
 
     def make_plan(self, nodes: list[NodeReport]) -> tuple[Site, Plan]:

@@ -18,8 +18,9 @@ from typing import Any
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.cluster.wan import Wan
-from holmes_ext.document import Table, digest_of, load_json, parse_json, save, with_digest
+from holmes_ext.document import Table, digest_of, load_json, parse_json, with_digest
 from holmes_ext.errors import HolmesError
+from holmes_ext.files import save
 from holmes_ext.plan.schedule import PassOrder
 from holmes_ext.plan.sizes import KINDS, Sizes, groups
 from holmes_ext.plan.traffic import (

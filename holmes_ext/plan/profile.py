@@ -14,8 +14,9 @@ from typing import Annotated, Any
 
 from holmes_ext.checks import Each, InRange, Satisfies, check_fields
 from holmes_ext.cluster.site import Site
-from holmes_ext.document import digest_of, load_json, save, with_digest
+from holmes_ext.document import digest_of, load_json, with_digest
 from holmes_ext.errors import HolmesError
+from holmes_ext.files import save
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.sizes import Sizes

@@ -8,13 +8,13 @@ on.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holmes_ext.document import Table
+from holmes_ext.document import Table, parse_json_value, read_text
 from holmes_ext.errors import HolmesError
 from holmes_ext.report.coverage import note_on_coverage
 from holmes_ext.words import grouped, some_of
@@ -224,28 +224,27 @@ def read(path: Path) -> RankFile:
     Raises:
         HolmesError: The file is bad. The message names the line.
     """
-    try:
-        # After the last line break there is nothing, or a line that was not written to its end.
-        *lines, incomplete_line = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError as error:
-        raise HolmesError(f"{path}: cannot be read ({error.strerror})") from None
-    if not lines:
+    text = read_text(path, "give the folder of --holmes-telemetry", errors="replace")
+    # One by one, because a list of all lines may take much more memory than the text.
+    lines = (match[0].rstrip("\n") for match in re.finditer(".*\n", text))
+    first_line = next(lines, None)
+    if first_line is None:
         raise HolmesError(
             f"{path}: line 1 is not whole: not a file of holmes's telemetry, or nothing was written yet"
         )
-    rank_file = _read_head(path, _parse_line(f"{path}: line 1", lines[0]))
-    for number, line in enumerate(lines[1:], 2):
+    rank_file = _read_head(path, _parse_line(f"{path}: line 1", first_line))
+    for number, line in enumerate(lines, 2):
         where = f"{path}: line {number}"
         _add_line(rank_file, _parse_line(where, line), where)
-    rank_file.cut = bool(incomplete_line)
+    rank_file.cut = not text.endswith("\n")  # the last line was not written to its end
     return rank_file
 
 
 def _parse_line(where: str, line: str) -> dict[str, Any]:
     """Return the JSON object in a line; raise HolmesError, which begins with `where`, if there is none."""
     try:
-        document = json.loads(line)
-    except ValueError:
+        document = parse_json_value(line, where, advice="", parse_constant=float)
+    except HolmesError:
         document = None
     if not isinstance(document, dict):
         raise HolmesError(f"{where} is not JSON: {line[:_MOST_SHOWN]!r}")

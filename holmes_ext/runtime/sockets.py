@@ -421,7 +421,7 @@ def exchange_hello(
             # An error of the operating system has a text (strerror), such as "Connection reset by
             # peer". One without a text is taken for an answer of a process outside of this job.
             return f"connected, but the answer failed: {error.strerror or 'it is not of this job'}"
-        except ValueError:
+        except (ValueError, RecursionError):  # RecursionError: lists in lists, hundreds of times
             return "connected, but the answer failed: it is not of this job"
     if answer == expected:
         return ""

@@ -26,8 +26,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from holmes_ext.document import write_whole
+from holmes_ext.document import load_json
 from holmes_ext.errors import HolmesError
+from holmes_ext.files import write_whole
 
 #: Seconds in which a killed keeper must end.
 _END_S = 10
@@ -109,8 +110,8 @@ def _clear_one(directory: Path, running_too: bool) -> Found:
         of its processes ran when this function was called.
     """
     try:
-        state = json.loads((directory / "state.json").read_text())
-    except FileNotFoundError:  # the owner has not written the file yet, or has ended before
+        state = load_json(directory / "state.json", advice="").values
+    except HolmesError:  # the owner has not written the file yet, or has ended before
         # The name is holmes-lab-UID-OWNER-xxxxxxxx (new_directory).
         _, _, _, owner_pid, _ = directory.name.split("-", maxsplit=4)
         state = {"owner": identity(int(owner_pid)), "keeper": NO_PROCESS, "source": "unknown"}

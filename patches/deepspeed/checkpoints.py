@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holmes_ext.document import write_whole
+from holmes_ext.document import load_json, read_text
 from holmes_ext.errors import HolmesError, RemoteError
+from holmes_ext.files import write_whole
 from holmes_ext.patches.deepspeed.features import CHECKPOINTS
 from holmes_ext.patches.deepspeed.partition import (
     borders_of,
@@ -145,11 +146,11 @@ def saved_split(folder: Path, module: Any, tensor: int) -> Split:
     """
     record = folder / SPLIT
     if record.exists():
+        way_out = "remove it if the checkpoint was saved without holmes"
         try:
-            document = json.loads(record.read_text())
+            document = load_json(record, way_out).values
             return Split(parts=tuple(document["parts"]), tensor=document["tensor"])
-        except (ValueError, KeyError, TypeError):  # not the JSON that _record_split writes
-            way_out = "remove it if the checkpoint was saved without holmes"
+        except (HolmesError, KeyError, TypeError):  # not the JSON that _record_split writes
             raise HolmesError(f"{record}: damaged; {way_out}") from None
     # DeepSpeed saves one model file for each pipeline stage and tensor-parallel rank.
     saved_files = len(list(folder.glob("mp_rank_*_model_states.pt")))
@@ -239,7 +240,7 @@ def tag_of(load_dir: str | Path, tag: str | None) -> str | None:
     latest = Path(load_dir, "latest")
     if not latest.exists():
         return None
-    return latest.read_text().strip()
+    return read_text(latest, "it has the name of the checkpoint to load").strip()
 
 
 @with_session

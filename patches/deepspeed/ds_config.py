@@ -6,11 +6,10 @@ The digest of the file shows whether all ranks read the same content.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from holmes_ext.document import decode_text, parse_json_value, read_bytes
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.plan.plan import Plan
 from holmes_ext.runtime.session import Session
@@ -46,9 +45,9 @@ def from_arguments(argv: list[str]) -> DsConfig | None:
     if path is None:
         return None
     try:
-        data = Path(path).read_bytes()
-        content = json.loads(data)
-    except (OSError, ValueError):
+        data = read_bytes(path, advice="")
+        content = parse_json_value(decode_text(data), path, advice="")
+    except (HolmesError, ValueError):  # ValueError: it is not UTF-8
         return DsConfig(path, content={}, digest="")
     return DsConfig(
         path,

@@ -9,6 +9,8 @@ A `Location` stands for one attribute of a module or class, e.g. a function or m
                        class may hold one of its methods in a dict, too. At each change of the attribute, the
                        Location finds such copies by identity and changes them too.
 
+`ImportObserver` reports each import of the program, so that patches are applied when their module exists.
+
 Copies outside the framework, e.g. in a user's module, are not found. They keep the wrapper. After its patch
 is removed, the wrapper only calls the original function.
 
@@ -20,6 +22,7 @@ only when the module is imported.
 
 import ast
 import functools
+import importlib.abc
 import inspect
 import logging
 import sys
@@ -379,3 +382,32 @@ def _may_have_other_names(node: Any, statements: list[Any]) -> bool:
             return True
     used_names = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
     return bool(used_names & {"globals", "vars", "setattr"})
+
+
+#: Modules whose functions search for a module, but do not import it.
+_SEARCHING_MODULES = ("importlib.util", "holmes_ext.patches.engine.location")
+
+
+class ImportObserver(importlib.abc.MetaPathFinder):
+    """Finder that finds no module. It only reports the names of modules whose import begins."""
+
+    def __init__(self, import_begins: Callable[[str], None]):
+        self._import_begins = import_begins
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Report that the import of a module begins, and let the other finders find it.
+
+        A search without an import, e.g. by importlib.util.find_spec(), is not reported.
+        """
+        # Frame 1 is _find_spec of Python's import system, frame 2 is its caller.
+        caller = sys._getframe(2).f_globals.get("__name__")
+        if caller not in _SEARCHING_MODULES:
+            self._import_begins(name)
+        return None
+
+
+def is_imported(name: str) -> bool:
+    """Return whether the import of a module has ended."""
+    module = sys.modules.get(name)
+    # Python sets `_initializing` in the module's spec during the import.
+    return module is not None and not getattr(module.__spec__, "_initializing", False)

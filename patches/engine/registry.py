@@ -35,8 +35,13 @@ from holmes_ext import extensions, words
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.engine.feature_state import UNWANTED, FeatureState
-from holmes_ext.patches.engine.imports import ImportObserver, is_imported
-from holmes_ext.patches.engine.location import Location, Misfit, source_misfit
+from holmes_ext.patches.engine.location import (
+    ImportObserver,
+    Location,
+    Misfit,
+    is_imported,
+    source_misfit,
+)
 from holmes_ext.patches.engine.patch import Feature, Patch, PatchModule, PatchStatus
 from holmes_ext.words import did_you_mean
 

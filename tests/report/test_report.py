@@ -1,4 +1,5 @@
 import json
+import os
 import random
 import re
 from dataclasses import replace
@@ -6,6 +7,7 @@ from dataclasses import replace
 import pytest
 from telemetry_files import write
 
+from holmes_ext import document
 from holmes_ext.cli.main import main
 from holmes_ext.join.pictures import Incarnation
 from holmes_ext.planner.html import over_time
@@ -404,3 +406,49 @@ def test_a_report_after_a_full_disk_says_which_steps_it_covers(tmp_path):
     with (place / "rank1.jsonl").open("a") as file:
         file.write('{"end":"closed"}\n')
     assert not [note for note in load(place).notes if "did not close" in note]
+
+
+def irregular(path, kind):
+    """Put something else in the place of a telemetry file."""
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "endless":
+        path.symlink_to("/dev/zero")
+    elif kind == "sparse":
+        with open(path, "w") as file:
+            file.truncate(2**36)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "levels":
+        path.write_text("[" * 100_000 + "\n")
+    elif kind == "many lines":
+        path.write_text("\n" * 2**20)
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        ("pipe", "nothing comes out of it"),
+        ("endless", "it has more than 4 MiB"),
+        ("sparse", "it has more than 4 MiB"),
+        ("folder", "Is a directory"),
+        ("levels", "line 1 is not JSON"),
+        ("many lines", "line 1 is not JSON"),
+    ],
+)
+def test_what_is_no_telemetry_is_one_line(tmp_path, capsys, monkeypatch, kind, expected):
+    """/dev/zero, a file of 64 GB and lists in lists ended in a traceback, and a pipe was waited for."""
+    monkeypatch.setattr(document, "_MOST_BYTES", 2**22)
+    monkeypatch.setattr(document, "_PIPE_S", 0.05)
+    irregular(write(tmp_path) / "rank1.jsonl", kind)
+    status, out, err = report(capsys, tmp_path)
+    assert status == 2 and not out and err.count("\n") == 1 and expected in err, err
+
+
+def test_lines_of_many_levels_are_no_telemetry(tmp_path, capsys):
+    """Lists in lists that the parser reads, but not each function after it."""
+    levels = "[" * 200 + "]" * 200
+    spoil(write(tmp_path), lambda lines: lines.__setitem__(4, f'{{"step": {levels}}}'))
+    status, _, err = report(capsys, tmp_path)
+    assert status == 2 and err.count("\n") == 1 and "line 5 is not JSON" in err

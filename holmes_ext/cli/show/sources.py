@@ -26,8 +26,9 @@ from holmes_ext.cluster.sources.hostlist import folded
 from holmes_ext.cluster.sources.kubernetes import read_nodes
 from holmes_ext.cluster.sources.topology import parse_topology
 from holmes_ext.cluster.spec import SiteSpec, load_spec
-from holmes_ext.document import read_text, save
+from holmes_ext.document import read_text
 from holmes_ext.errors import HolmesError
+from holmes_ext.files import save
 from holmes_ext.units import parse_rate
 from holmes_ext.words import counted, did_you_mean, grouped, named_values, some_of
 

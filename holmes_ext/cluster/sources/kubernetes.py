@@ -12,15 +12,13 @@ GPU       the first label of _PRODUCTS, otherwise the instance type of a cloud
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from holmes_ext.cluster.gpus import accelerator_of, gpu_name
 from holmes_ext.cluster.sources.found import FoundNode, kind_of
-from holmes_ext.document import read_text
+from holmes_ext.document import parse_json_value, read_standard_input, read_text
 from holmes_ext.errors import HolmesError
 
 
@@ -160,11 +158,8 @@ def read_nodes(path: str) -> list[FoundNode]:
     Raises:
         HolmesError: the file is something else, or no node has a GPU.
     """
-    text = sys.stdin.read().removeprefix("\ufeff") if path == "-" else read_text(path, _ADVICE)
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise HolmesError(f"{path}: not valid JSON: {str(error)[:100]}; {_ADVICE}") from None
+    text = read_standard_input(_ADVICE) if path == "-" else read_text(path, _ADVICE)
+    document = parse_json_value(text, path, _ADVICE)
     # kubectl prints a list for several nodes, and the node itself for a single one.
     items = document.get("items", [document]) if isinstance(document, dict) else None
     if not isinstance(items, list) or not all(_is_node(item, document) for item in items):

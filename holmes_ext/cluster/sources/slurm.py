@@ -14,7 +14,6 @@ import contextlib
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from holmes_ext.cluster.gpus import gpu_name, names_one_model
 from holmes_ext.cluster.sources.found import FoundNode, kind_of
 from holmes_ext.cluster.sources.hostlist import expand
 from holmes_ext.cluster.sources.topology import Topology, parse_topology
-from holmes_ext.document import read_text
+from holmes_ext.document import read_standard_input, read_text
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import why
 
@@ -176,7 +175,7 @@ def nodes_of_file(
     Raises:
         HolmesError: the file cannot be read or has no nodes, or a partition has no node.
     """
-    text = sys.stdin.read() if path == "-" else read_text(path, _FILE_ADVICE)
+    text = read_standard_input(_FILE_ADVICE) if path == "-" else read_text(path, _FILE_ADVICE)
     if "NodeName=" not in text:
         raise HolmesError(f"{path}: no line has NodeName=; {_FILE_ADVICE}")
     # Lines of Slurm's other files begin with NodeName=, too. The most likely mistake is gres.conf. Its

@@ -8,7 +8,6 @@ drawn, so no other command needs it.
 from __future__ import annotations
 
 import io
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,9 @@ from typing import Any, NamedTuple
 from holmes_ext.cluster import nic
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.site import Site
+from holmes_ext.document import load_json
 from holmes_ext.errors import HolmesError
+from holmes_ext.files import write_whole
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.words import why
 
@@ -138,8 +139,10 @@ def write(figure: Any, path: str | Path, advice: str) -> Path:
     Raises:
         HolmesError: The file cannot be written.
     """
+    picture = io.BytesIO()
     try:
-        figure.savefig(path, dpi=130)
+        figure.savefig(picture, format=Path(path).suffix[1:] or None, dpi=130)
+        write_whole(path, picture.getvalue())
     except (OSError, ValueError) as error:
         # matplotlib lists the formats that it supports in brackets, which would hide the advice.
         raise HolmesError(
@@ -301,10 +304,11 @@ def _group_lines(nodes: Sequence[str], sizes: Sizes) -> list[_GroupLines]:
 
 def load_traces(directory: Path) -> list[dict[str, Any]]:
     """Return the traces of all ranks of a run in the lab (holmes_lab.emulate.trace), in rank order."""
-    return sorted(
-        (json.loads(path.read_text()) for path in directory.glob("rank*.json")),
-        key=lambda trace: trace["rank"],
-    )
+    traces = [
+        load_json(path, "give the folder of a run in the lab").values
+        for path in directory.glob("rank*.json")
+    ]
+    return sorted(traces, key=lambda trace: trace["rank"])
 
 
 def last_step(traces: Sequence[Mapping[str, Any]]) -> tuple[float, float]:

@@ -18,9 +18,9 @@ from holmes_ext.cli.show.training import LEAVE_OUT, Training, sizes_given
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.sources.hostlist import folded
 from holmes_ext.cluster.spec import SiteSpec
-from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
 from holmes_ext.extensions import Contribution, contributions
+from holmes_ext.files import save
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.planner.companion import PlanCompanion

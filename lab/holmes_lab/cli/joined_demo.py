@@ -22,8 +22,8 @@ from typing import Any
 
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
+from holmes_ext.files import save
 from holmes_ext.join.pictures import Incarnation, losses_figure
 from holmes_ext.planner.html.page import heading, page, paragraphs, picture, table
 from holmes_ext.planner.html.pictures import svg

@@ -17,6 +17,7 @@ from typing import Any
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.doctor.command_words import split_command
+from holmes_ext.document import parse_json
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate, format_seconds
 from holmes_lab import state
@@ -350,10 +351,9 @@ def _key_value(text: str, flag: str = "--env") -> tuple[str, str]:
 
 def _configuration(text: str | None) -> dict[str, Any] | None:
     """Return the settings in the JSON value of --accelerator, None without the option."""
-    try:
-        return None if text is None else json.loads(text)
-    except json.JSONDecodeError as error:
-        raise HolmesError(f"--accelerator: not JSON: {error}") from None
+    if text is None:
+        return None
+    return parse_json(text, "--accelerator", "give an object").values
 
 
 def _shell(args: argparse.Namespace) -> int:

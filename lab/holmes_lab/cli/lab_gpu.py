@@ -18,8 +18,8 @@ from typing import Any
 
 from holmes_ext._pth import strip_flags
 from holmes_ext.cli.show.table import Column, Screen
-from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
+from holmes_ext.files import save
 from holmes_ext.units import parse_size
 from holmes_lab.cli.gpu_build import BuildProgress
 from holmes_lab.cores import BOUND, BOUND_TEXT

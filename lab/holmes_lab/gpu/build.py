@@ -24,7 +24,7 @@ from pathlib import Path
 from threading import Event
 
 from holmes_ext.errors import HolmesError
-from holmes_lab.gpu.cache import make_cache
+from holmes_lab.gpu.cache import make_cache, require_own_cache
 from holmes_lab.gpu.recipes import BUILD_FOLDER, OUTPUT, BuildStep, BuildUnit
 
 #: Function that shows progress. Arguments: finished commands, all commands, name of the last output.
@@ -66,8 +66,9 @@ def build(
 
     Raises:
         HolmesError: A command failed, and the message has the compiler's first error. Or the cache
-            cannot be written.
+            cannot be written, or another user can change it.
     """
+    require_own_cache(cache)
     # Component -> its folder in the cache, if the component is built.
     built = {unit.name: cache / unit.folder for unit in components}
     if all(folder.is_dir() for folder in built.values()):

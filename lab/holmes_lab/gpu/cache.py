@@ -10,10 +10,12 @@ import tempfile
 from pathlib import Path
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.files import require_own
 from holmes_ext.words import why
 
 #: Environment variable that names another folder.
 VARIABLE = "HOLMES_GPU_CACHE"
+_WAY_OUT = f"name another folder with {VARIABLE}"
 
 
 def cache_folder() -> Path:
@@ -44,12 +46,24 @@ def make_cache(cache: Path) -> None:
     """Create the folder of the emulated GPU's built libraries.
 
     Raises:
-        HolmesError: the folder cannot be created.
+        HolmesError: the folder cannot be created, or another user can change it.
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise HolmesError(
-            f"{cache}: the emulated GPU cannot be built there ({why(error)}); name another folder with "
-            f"{VARIABLE}"
+            f"{cache}: the emulated GPU cannot be built there ({why(error)}); {_WAY_OUT}"
         ) from None
+    require_own_cache(cache)
+
+
+def require_own_cache(cache: Path) -> None:
+    """Check that no other user, except root, can put libraries into the cache: jobs of this user load them.
+
+    Raises:
+        HolmesError: Another user owns the folder or a component in it, or everybody may change it.
+    """
+    require_own(cache, "the cache of the emulated GPU", _WAY_OUT)
+    components = cache.iterdir() if cache.is_dir() else ()
+    for path in components:
+        require_own(path, "a component of the emulated GPU", _WAY_OUT)

@@ -19,7 +19,7 @@ from holmes_ext.cluster.nccl import LAB_PLUGIN
 from holmes_ext.errors import HolmesError
 from holmes_lab.gpu import recipes
 from holmes_lab.gpu.build import OnProgress, build, ignore_progress
-from holmes_lab.gpu.cache import cache_folder
+from holmes_lab.gpu.cache import cache_folder, require_own_cache
 from holmes_lab.gpu.compiler import find_compiler
 from holmes_lab.gpu.nccl_source import DEFAULT, REPOSITORY, TRIED, NcclSource, find_nccl
 from holmes_lab.gpu.torch_build import TorchBuild, find_torch, python_of
@@ -105,6 +105,7 @@ def libraries(
     torch = find_torch(python_of(command, environ), environ)
     compiler = find_compiler()
     cache = cache_folder()
+    require_own_cache(cache)
     source = find_nccl(nccl_source, cache, advised_nccl(torch))
     runtime = recipes.runtime(compiler, torch.cuda)
     operators = recipes.operators(compiler, torch)

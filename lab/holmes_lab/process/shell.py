@@ -8,13 +8,13 @@ of the calling process.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from holmes_ext.document import load_json
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import some_of
 from holmes_lab import state
@@ -72,8 +72,8 @@ def _hosts(directory: Path) -> dict[str, Host]:
         is missing or cannot be read.
     """
     try:
-        hosts = json.loads((directory / "state.json").read_text()).get("hosts", {})
-    except (OSError, ValueError):
+        hosts = load_json(directory / "state.json", advice="").values.get("hosts", {})
+    except HolmesError:
         return {}
     slurm_conf = directory / "launchers" / "slurm.conf"
     running_hosts = {}
