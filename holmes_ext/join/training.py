@@ -346,7 +346,6 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
     Raises:
         HolmesError: The job cannot join.
     """
-    _collect_as_before(job)
     # Imported here, because a job that joins no others must not load these modules.
     from holmes_ext.join.join import join, place_of, weights_of
 
@@ -375,6 +374,7 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
     job.first_step = loop.steps
     origin_of_weights = loop.begin()
     job.loop = loop
+    _collect_as_before(job)
     if not job.shared:  # no patch makes this job read only its part of the data set
         k, parts = job.settings.data_part
         if parts > 1:
