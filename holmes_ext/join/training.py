@@ -163,6 +163,8 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
     # Only to report invalid values at once; the ports are opened at the first step.
     port_range(options.value("join_ports"), options.value("join_address"), environ)
     privacy = _privacy(options, address)
+    if _job is not None:  # an earlier request, of which nothing came
+        _collect_as_before(_job)
     _job = _Job(address, settings, token, options)
     _collect_less(_job)
     atexit.register(end)
@@ -184,8 +186,10 @@ def _collect_less(job: _Job) -> None:
     them again and again takes a third of the time of these imports, in which a restarted job does not
     train.
     """
-    job.gc_thresholds = gc.get_threshold()
-    gc.set_threshold(_OBJECTS_AT_START, *job.gc_thresholds[1:])
+    objects, *older = gc.get_threshold()
+    if 0 < objects < _OBJECTS_AT_START:  # 0: the program has switched the collector off
+        job.gc_thresholds = gc.get_threshold()
+        gc.set_threshold(_OBJECTS_AT_START, *older)
 
 
 def _collect_as_before(job: _Job) -> None:
