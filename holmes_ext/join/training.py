@@ -161,6 +161,8 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
     # Only to report invalid values at once; the ports are opened at the first step.
     port_range(options.value("join_ports"), options.value("join_address"), environ)
     _check_certificate_options(options)
+    if _job is not None:  # an earlier request, of which nothing came
+        _collect_as_before(_job)
     _job = _Job(address, settings, options, environ)
     _collect_less(_job)
     atexit.register(end)
@@ -175,8 +177,10 @@ def _collect_less(job: _Job) -> None:
     them again and again takes a third of the time of these imports, in which a restarted job does not
     train.
     """
-    job.gc_thresholds = gc.get_threshold()
-    gc.set_threshold(_OBJECTS_AT_START, *job.gc_thresholds[1:])
+    objects, *older = gc.get_threshold()
+    if 0 < objects < _OBJECTS_AT_START:  # 0: the program has switched the collector off
+        job.gc_thresholds = gc.get_threshold()
+        gc.set_threshold(_OBJECTS_AT_START, *older)
 
 
 def _collect_as_before(job: _Job) -> None:
@@ -324,7 +328,6 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
     Raises:
         HolmesError: The job cannot join.
     """
-    _collect_as_before(job)
     # Imported here, because a job that joins no others must not load these modules.
     from holmes_ext.join.join import join, prepare, weights_of
 
@@ -356,6 +359,7 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
     job.first_step = loop.steps
     origin_of_weights = loop.begin()
     job.loop = loop
+    _collect_as_before(job)
     if not job.shared:  # no patch makes this job read only its part of the data set
         k, parts = job.settings.data_part
         if parts > 1:

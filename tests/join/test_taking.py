@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from joined_jobs import coordinator, in_threads, joined_of
+from waiting import await_
 
 from holmes_ext.join.peers.take import ANCHOR, MOMENTUM
 from holmes_ext.join.rounds import taking
@@ -164,9 +165,20 @@ def test_an_algorithm_without_momentum_takes_all_at_once(comeback, held_back):
     assert held_back.tensors == [[ANCHOR, MOMENTUM]]
 
 
-def test_rounds_async_take_the_momenta_too(comeback, held_back):
+def test_rounds_async_take_the_momenta_too(held_back):
     held_back.allowed.set()
-    east, west = comeback(f"{SETTINGS},rounds=async".replace("delay=0", "delay=1"))
-    assert held_back.tensors[:2] == [[ANCHOR], [MOMENTUM]]
-    west.joined.rounds.taker.wait_for_momenta()
-    assert not any(fragment.lacks_momentum for fragment in west.fragments)
+    settings = SETTINGS.replace("delay=0", "delay=1,grace=0,rounds=async")
+    with coordinator() as server:
+        east = Job("east", server.port, settings, 1.0)
+
+        def has_committed():
+            east.period()
+            return "commit" in east.verdicts
+
+        await_(has_committed, 60, "a round of east")
+        west = Job("west", server.port, settings, 3.0)
+        west.joined.rounds.taker.wait_for_momenta()
+        assert held_back.tensors[:2] == [[ANCHOR], [MOMENTUM]]
+        assert not any(fragment.lacks_momentum for fragment in west.fragments)
+        for job in (east, west):
+            job.joined.end()

@@ -89,6 +89,36 @@ def test_two_jobs_go_through_a_round():
         assert any("round 1: commit" in line for line in server.told)
 
 
+def test_the_first_request_uses_the_connection_that_was_opened_early(monkeypatch):
+    opened = []
+    connect = CoordinatorClient.connect
+    monkeypatch.setattr(
+        CoordinatorClient, "connect", lambda *args: opened.append(args[1]) or connect(*args)
+    )
+    with coordinator() as server:
+        east = job("east", server.port)
+        east.connect_early()
+        for _ in range(2):
+            assert east.ask("maps", {"of": "nobody"}, soon())["verdict"] == "void"
+        east.close("done")
+    assert opened == ["job"]
+
+
+def test_an_early_connection_that_failed_is_tried_again_and_its_error_is_told():
+    with coordinator() as server:
+        east = job("east", server.port, run="another")
+        east.connect_early()
+        with pytest.raises(Refused, match="does not have a certificate of this run"):
+            east.ask("enter", {}, soon())
+        port = server.port
+    north = job("north", port)
+    north.connect_early()
+    assert isinstance(north._first_channel.exception(20), OSError), "nobody listens yet"
+    with coordinator(port):
+        assert north.ask("maps", {"of": "nobody"}, soon())["verdict"] == "void"
+        north.close("done")
+
+
 def test_a_certificate_of_another_run_is_one_line_and_not_tried_again():
     with coordinator() as server:
         with pytest.raises(Refused, match="does not have a certificate of this run") as told:
