@@ -354,16 +354,17 @@ def read_texts() -> tuple[torch.Tensor, torch.Tensor]:
     return text[: len(text) * 19 // 20], text[len(text) * 19 // 20 :]
 
 
-def batch(text: torch.Tensor, seed: int, number: int) -> torch.Tensor:
-    """Return the training sequences of one step: ROWS random excerpts of SEQUENCE + 1 bytes.
+def batch(text: torch.Tensor, seed: int, number: int, rows: int = ROWS) -> torch.Tensor:
+    """Return the training sequences of one step: random excerpts of SEQUENCE + 1 bytes.
 
     Args:
         text: The training text, as bytes.
         seed: Seed of the training.
         number: Number of the batch. The same seed and number give the same batch.
+        rows: Number of the sequences.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-    starts = torch.randint(len(text) - SEQUENCE - 1, (ROWS,), generator=generator)
+    starts = torch.randint(len(text) - SEQUENCE - 1, (rows,), generator=generator)
     return torch.stack([text[start : start + SEQUENCE + 1] for start in starts]).long()
 
 
