@@ -33,6 +33,7 @@ from torch.nn import functional
 
 from holmes_ext.join.codecs import codec_of, residual_dtype
 from holmes_ext.join.orthogonal import Matrices
+from holmes_ext.join.rounds.aggregate import combine
 from holmes_ext.join.settings import OuterSettings, parse_outer
 from holmes_ext.join.shards.ownership import fragment_cuts
 from holmes_ext.join.shards.weights import Part, Tensor, Weights
@@ -116,6 +117,20 @@ class Losses(NamedTuple):
     training: float  # mean over the jobs and the last 50 steps
 
 
+def flatten(model: torch.nn.Module) -> torch.Tensor:
+    """Move all weights of a model into one flat tensor, and return it.
+
+    An outer step changes a range of the flat tensor, whatever parameters are there. The parameters
+    become views, so that they change with it.
+    """
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    offset = 0
+    for p in model.parameters():
+        p.data = flat[offset : offset + p.numel()].view_as(p)
+        offset += p.numel()
+    return flat
+
+
 class JobTrainer:
     """Training of one job: its model, its optimizer and its learning-rate schedule.
 
@@ -133,13 +148,7 @@ class JobTrainer:
         torch.manual_seed(seed)
         *size, lr = CASES[case]  # layers, hidden size, heads; learning rate
         self.model = GPT(*size, SEQUENCE)
-        # All weights are one flat tensor, because an outer step changes a range of it, whatever
-        # parameters are there. The parameters are views, so that they change with it.
-        self.flat = torch.cat([p.detach().flatten() for p in self.model.parameters()])
-        offset = 0
-        for p in self.model.parameters():
-            p.data = self.flat[offset : offset + p.numel()].view_as(p)
-            offset += p.numel()
+        self.flat = flatten(self.model)
         # The inner optimizer takes the training steps of this job. Outer steps combine all jobs.
         self.inner = torch.optim.AdamW(
             self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1
@@ -185,7 +194,9 @@ class OuterLoop:
             settings: The algorithm, its learning rate and momentum, and the number of fragments.
             trainers: The jobs.
         """
+        self.settings = settings
         self.trainers, self.algorithm = trainers, settings.outer_algorithm()
+        self.shares = [1 / len(trainers)] * len(trainers)  # all jobs read equally many tokens
         self.period, self.in_period = settings.period, 0
         tensors = [
             Tensor(name, tuple(p.shape), "float32")
@@ -228,6 +239,13 @@ class OuterLoop:
         self.captured: dict[int, Captured] = {}
         self.in_flight: dict[int, Captured] = {}
         self.round = 0
+        self.encoded_bytes = 0  # of the pseudo-gradients of all jobs
+
+    @property
+    def sent_bytes(self) -> int:
+        """Return the bytes that one job has sent: its encoded pseudo-gradients, to each other job."""
+        jobs = len(self.trainers)
+        return self.encoded_bytes // jobs * (jobs - 1)
 
     def after_step(self) -> None:
         """Count a training step, and let the algorithm do what is due after it."""
@@ -250,7 +268,8 @@ class OuterLoop:
             )
             for job, weights in enumerate(weights_now)
         ]
-        self.captured[fragment] = Captured(torch.stack(received).mean(0), weights_now)
+        mean = combine(self.settings, received, self.shares)
+        self.captured[fragment] = Captured(mean, weights_now)
         return fragment
 
     def submit(self, fragment: int) -> None:
@@ -288,14 +307,13 @@ class OuterLoop:
                 if momentum is not None:
                     momentum_square = float(momentum.float().square().sum())
                 gap = self.algorithm.gap_of(momentum_square, float(gradient.square().sum()))
-            equal_shares = [1.0] * len(self.trainers)  # all jobs read equally many tokens
             self.algorithm.step(
                 anchor,
                 momentum,
                 gradient,
                 # The outer momentum: the user's setting, or computed from the jobs' shares of the
                 # tokens.
-                mu=self.algorithm.momentum_of(equal_shares),
+                mu=self.algorithm.momentum_of(self.shares),
                 gap=gap,
                 matrices=self.matrices[fragment],  # positions of weight matrices, for Muon
             )
@@ -320,22 +338,33 @@ class OuterLoop:
         # The residual may be stored in bf16, but the codec computes in float32. encode() adds the
         # old error to the gradient, and writes the new one into the same tensor.
         residual32 = residual.float() if residual is not None else None
-        decoded = self.codec.decode(self.codec.encode(gradient, residual32), gradient)
+        encoded = self.codec.encode(gradient, residual32)
+        self.encoded_bytes += encoded.nbytes
+        decoded = self.codec.decode(encoded, gradient)
         if residual is not None:
             residual.copy_(residual32)
         return decoded
 
 
-def batch(text: torch.Tensor, seed: int, number: int) -> torch.Tensor:
-    """Return the training sequences of one step: ROWS random excerpts of SEQUENCE + 1 bytes.
+def read_texts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the text for training and that for evaluation (the last twentieth), as bytes."""
+    text = torch.frombuffer(
+        bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"), dtype=torch.uint8
+    )
+    return text[: len(text) * 19 // 20], text[len(text) * 19 // 20 :]
+
+
+def batch(text: torch.Tensor, seed: int, number: int, rows: int = ROWS) -> torch.Tensor:
+    """Return the training sequences of one step: random excerpts of SEQUENCE + 1 bytes.
 
     Args:
         text: The training text, as bytes.
         seed: Seed of the training.
         number: Number of the batch. The same seed and number give the same batch.
+        rows: Number of the sequences.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-    starts = torch.randint(len(text) - SEQUENCE - 1, (ROWS,), generator=generator)
+    starts = torch.randint(len(text) - SEQUENCE - 1, (rows,), generator=generator)
     return torch.stack([text[start : start + SEQUENCE + 1] for start in starts]).long()
 
 
@@ -456,10 +485,7 @@ def main() -> int:
     args = arguments.parse_args()
     runs = Runs(args.runs, args.minutes)
     torch.set_num_threads(1)
-    text = torch.frombuffer(
-        bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"), dtype=torch.uint8
-    )
-    training, held_out = text[: len(text) * 19 // 20], text[len(text) * 19 // 20 :]
+    training, held_out = read_texts()
     ways = [name.strip() for name in args.ways.split(";") if name.strip()] or [
         "synchronous",
         "alone",

@@ -104,7 +104,8 @@ class OuterSettings:
         if self.rounds == "async" and (
             self.seconds or self.mix != "keep" or not algorithm.keeps_progress
         ):
-            yield "rounds=async needs every=STEPS, mix=keep and algorithm=diloco or average"
+            names = [name for name, kind in ALGORITHMS.items() if kind.keeps_progress]
+            yield f"rounds=async needs every=STEPS, mix=keep and algorithm={' or '.join(names)}"
         # part=k/K: this job reads the k-th of K parts of the data set.
         k, slash, parts = self.part.partition("/")
         are_numbers = slash and k.isdecimal() and parts.isdecimal()

@@ -16,12 +16,12 @@ SETTINGS = "rounds=async,every=8,fragments=2,delay=1,compress=off,timeout=20"
 class Job:
     """Of one rank. Each step moves its weights towards `wanted`, with noise of its own."""
 
-    def __init__(self, name, port, text="", pace_s=0.02):
+    def __init__(self, name, port, text="", pace_s=0.02, shape=(3000,), settings=SETTINGS):
         self.name, self.pace_s, self.records = name, pace_s, []
-        self.model = torch.nn.ParameterList([torch.zeros(3000)])
-        self.wanted = torch.linspace(-1, 1, 3000)
+        self.model = torch.nn.ParameterList([torch.zeros(shape)])
+        self.wanted = torch.linspace(-1, 1, 3000).view(shape)
         self.generator = torch.Generator().manual_seed(ord(name[0]))
-        self.loop = joined_of(self.model, name, port, parse_outer(SETTINGS + text), self.records)
+        self.loop = joined_of(self.model, name, port, parse_outer(settings + text), self.records)
 
     def begin(self):
         self.loop.begin()
@@ -32,7 +32,7 @@ class Job:
         steps = 0
         while not until.is_set():
             with torch.no_grad():
-                noise = torch.randn(3000, generator=self.generator)
+                noise = torch.randn(self.wanted.shape, generator=self.generator)
                 self.model[0] += 0.02 * (self.wanted - self.model[0]) + 0.005 * noise
             self.loop.after_step(10)
             steps += 1
@@ -94,9 +94,19 @@ def alike(*jobs):
     return compared
 
 
-def test_jobs_learn_together_and_have_the_same_bits():
+@pytest.mark.parametrize(
+    "settings, shape",
+    [
+        (SETTINGS, (3000,)),
+        (SETTINGS.replace("fragments=2", "fragments=1,algorithm=muon"), (60, 50)),
+    ],
+)
+def test_jobs_learn_together_and_have_the_same_bits(settings, shape):
     with coordinator() as server:
-        jobs = [Job(name, server.port, ",min=2") for name in ("east", "west")]
+        jobs = [
+            Job(name, server.port, ",min=2", shape=shape, settings=settings)
+            for name in ("east", "west")
+        ]
         in_threads({job.name: job.begin for job in jobs})
         train_all(jobs, 12)
         end(*jobs)
@@ -185,7 +195,8 @@ def test_a_checkpoint_holds_what_is_applied():
 
 @pytest.mark.parametrize("text", ["every=60s", "mix=0.5", "algorithm=co2"])
 def test_what_does_not_go_together_is_refused(text):
-    with pytest.raises(HolmesError, match="rounds=async needs every=STEPS, mix=keep"):
+    allowed = "rounds=async needs every=STEPS, mix=keep and algorithm=diloco or average or muon"
+    with pytest.raises(HolmesError, match=allowed):
         parse_outer(f"rounds=async,{text}")
 
 

@@ -1,0 +1,440 @@
+"""Compares outer steps of joined jobs with a synchronous job, for AdamW and for Muon as inner optimizer.
+
+    python benchmarks/joined_muon.py --json FILE [--runs FILE] [--minutes M] [--jobs 2,4,8] [--seeds 3]
+        [--cases adamw,muon] [--ways NAME;...] [--steps 256]
+        [--size "0.12 M"]
+
+The jobs are simulated: K copies of a byte-level GPT in one process, which train in turns. Outer steps,
+codecs and aggregates are those of holmes (joined_losses.OuterLoop). Each step reads 16 sequences of 64 bytes
+of real text, divided among the jobs, so all ways to train read the same tokens in the same order:
+
+    synchronous         one job, which reads all sequences of each step: all data-parallel ranks of all jobs
+                        together
+    diloco, muon        K joined jobs, which read a K-th of the sequences each; --holmes-outer
+                        algorithm=diloco or muon, all else with its default
+    muon of blocks      the same as muon, but the tables of bytes and positions step as in diloco. (A large
+                        vocabulary's table does so by itself.)
+
+The inner optimizer takes the training steps of a job. It is the case of --cases:
+
+    adamw               torch.optim.AdamW for all parameters
+    muon                torch.optim.Muon, the reference implementation (Jordan et al. 2024), for the weight
+                        matrices of the blocks, and AdamW for the rest. Both have the same learning rate;
+                        Muon's steps are scaled to the length of AdamW's (arXiv 2502.16982)
+
+Joined jobs with inner Muon and outer diloco are MuLoCo (arXiv 2505.23725).
+
+Each inner optimizer and way has the learning rate that was best in a sweep of shorter runs with seed 0
+(joined jobs: two of them). The evaluation loss is that of the jobs' mean weights, on text that no job has
+read. Rows have the mean over the seeds, and the smallest and largest value; differences are those of runs
+with the same seed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import harness
+import torch
+from harness import Row, Runs, finish, parser, write
+from joined_losses import CLIP, GPT, SEQUENCE, OuterLoop, batch, evaluate, flatten, read_texts
+from torch.nn import functional
+
+from holmes_ext.join.settings import parse_outer
+
+#: Parameters of the model -> layers, hidden size, heads.
+SIZES = {"0.12 M": (2, 64, 2), "0.8 M": (4, 128, 4), "2.7 M": (6, 192, 6)}
+ROWS = 16  # sequences of a step, of all jobs together
+STEPS = 256
+SWEEP_STEPS = 128
+WARM_UP = 32  # steps
+#: Inner optimizer -> learning rates of the sweep. If the smallest or the largest is best, the next one
+#: (half or twice as much) is tried, too.
+RATES = {"adamw": (4e-3, 8e-3, 16e-3), "muon": (4e-3, 8e-3, 16e-3)}
+MOST_RATES = 5  # of a sweep
+SWEEP_JOBS = 2
+SYNCHRONOUS, BLOCKS = "synchronous", "muon of blocks"
+#: Way to join -> value of --holmes-outer.
+OUTER = {
+    "diloco": "algorithm=diloco",
+    "muon": "algorithm=muon",
+    BLOCKS: "algorithm=muon",
+}
+#: Ways whose evaluation losses are compared.
+COMPARED = (
+    ("diloco", SYNCHRONOUS),
+    ("muon", SYNCHRONOUS),
+    ("muon", "diloco"),
+    (BLOCKS, "diloco"),
+)
+GRADIENT_BYTES = 2  # of an element that a synchronous job sends: bfloat16
+MEGABYTE = 1e6
+
+
+class Run(NamedTuple):
+    """One training: what it trains with, and how often jobs and seeds vary it."""
+
+    size: str  # of the model: a key of SIZES
+    inner: str  # inner optimizer: a key of RATES
+    way: str  # SYNCHRONOUS, or a key of OUTER
+    jobs: int  # 1 if synchronous
+    steps: int
+    init: str  # of the weights: "gpt2", or "example" for that of examples/plain_torch
+    lr: float  # largest learning rate of the inner optimizer
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Return the run's name in the file of --runs."""
+        return (
+            f"{self.size}, {self.inner}, {self.way}, jobs {self.jobs}, steps {self.steps}, "
+            f"{self.init}, lr {self.lr:g}, seed {self.seed}"
+        )
+
+
+class Result(NamedTuple):
+    """Losses of one training run, in nats for each byte of text, and the bytes that a job has sent."""
+
+    evaluation: float  # of the mean weights of all jobs, on text that no job has read
+    evaluation_of_one_job: float  # of the first job's weights, on the same text
+    training: float  # mean over the jobs and the last 32 steps
+    sent_bytes: int  # by one job
+    cpu_s: float  # CPU time of the run, in seconds
+
+
+def initialize_as_gpt2(model: torch.nn.Module) -> None:
+    """Draw all weights anew as GPT-2 does: normal with standard deviation 0.02; biases are 0.
+
+    In the example's own initialization, the table of positions has a standard deviation of 1 and that
+    of bytes 0.02. So the first block sees hardly which byte there is, and the first 100 steps learn
+    little more than how frequent each byte is.
+    """
+    for module in model.modules():
+        if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+            torch.nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.zeros_(module.bias)
+
+
+class Trainer:
+    """Training of one job: its model, its inner optimizer and its learning-rate schedule.
+
+    The weights of the model are views of a flat tensor, which outer steps change.
+    """
+
+    def __init__(self, run: Run):
+        """Make a model with random weights, its inner optimizer and its learning-rate schedule.
+
+        A cosine lowers the learning rate to a tenth over the run's steps.
+        """
+        torch.manual_seed(run.seed)
+        self.model = GPT(*SIZES[run.size], SEQUENCE)
+        if run.init == "gpt2":
+            initialize_as_gpt2(self.model)
+        self.flat = flatten(self.model)
+        matrices = []
+        if run.inner == "muon":
+            matrices = [p for p in self.model.blocks.parameters() if p.dim() == 2]
+        in_matrices = {id(p) for p in matrices}
+        others = [p for p in self.model.parameters() if id(p) not in in_matrices]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(others, lr=run.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        ]
+        if matrices:
+            self.optimizers.append(
+                torch.optim.Muon(
+                    matrices, lr=run.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+                )
+            )
+
+        def share_of_lr(step: int) -> float:
+            """Return the learning rate of a step as a share of the largest: warm-up, then a cosine."""
+            cosine = 0.55 + 0.45 * math.cos(math.pi * min(step, run.steps) / run.steps)
+            return min(1, (step + 1) / WARM_UP) * cosine
+
+        self.schedules = [
+            torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_lr)
+            for optimizer in self.optimizers
+        ]
+
+    def step(self, tokens: torch.Tensor) -> float:
+        """Train one step, and return the loss before it."""
+        loss = functional.cross_entropy(
+            self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        for optimizer, schedule in zip(self.optimizers, self.schedules):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        return loss.item()
+
+
+@cache
+def parameter_count(size: str) -> int:
+    """Return the number of parameters of a model: a key of SIZES."""
+    return sum(p.numel() for p in GPT(*SIZES[size], SEQUENCE).parameters())
+
+
+def outer_loop(way: str, trainers: list[Trainer]) -> OuterLoop:
+    """Return the outer steps of joined jobs.
+
+    Args:
+        way: A key of OUTER.
+        trainers: The jobs.
+    """
+    loop = OuterLoop(parse_outer(OUTER[way]), trainers)
+    if way == BLOCKS:
+        # The tables of bytes and positions are the first two tensors of the flat weights.
+        model = trainers[0].model
+        tables = model.embedding.weight.numel() + model.positions.weight.numel()
+        for index, matrices in enumerate(loop.matrices):
+            first = loop.ranges[index].start  # element of the flat weights with which it begins
+            places = [matrix for matrix in matrices.places if first + matrix.start >= tables]
+            loop.matrices[index] = replace(matrices, places=places)
+    return loop
+
+
+def train(run: Run, training: torch.Tensor, held_out: torch.Tensor) -> Result:
+    """Train the jobs of a run, and return their losses at the end.
+
+    Args:
+        run: What to train.
+        training: The text for training, as bytes.
+        held_out: The text for evaluation, as bytes.
+    """
+    begin_s = time.process_time()
+    trainers = [Trainer(run) for _ in range(run.jobs)]
+    joined = None if run.way == SYNCHRONOUS else outer_loop(run.way, trainers)
+    losses = []
+    for step in range(run.steps):
+        shares = batch(training, run.seed, step, ROWS).split(ROWS // run.jobs)  # of each job
+        losses.append(
+            statistics.fmean(trainer.step(share) for trainer, share in zip(trainers, shares))
+        )
+        if joined:
+            joined.after_step()
+    first = trainers[0]
+    evaluation_of_one_job = evaluate(first.model, held_out)
+    # The first job's model gets the mean weights. Its own were evaluated above.
+    first.flat.copy_(torch.stack([trainer.flat for trainer in trainers]).mean(0))
+    return Result(
+        evaluation=evaluate(first.model, held_out),
+        evaluation_of_one_job=evaluation_of_one_job,
+        training=statistics.fmean(losses[-32:]),
+        sent_bytes=joined.sent_bytes if joined else 0,
+        cpu_s=time.process_time() - begin_s,
+    )
+
+
+class Experiment:
+    """Runs of the benchmark. Each run is made once; the results file is written after each.
+
+    Args:
+        size: Size of the model: a key of SIZES.
+        init: Initialization of the weights: "gpt2" or "example".
+        runs: Results of earlier runs, and the time limit.
+        steps: Training steps of each run.
+        path: The results file; None writes none.
+    """
+
+    def __init__(self, size: str, init: str, runs: Runs, steps: int, path: Path | None):
+        self._size = size
+        self._init = init
+        self._runs = runs
+        self._steps = steps
+        self._path = path
+        self._texts = read_texts()
+        self._results: dict[Run, Result] = {}
+        self._rates: dict[
+            tuple[str, str], float
+        ] = {}  # (inner optimizer, way) -> best of the sweep
+
+    def result(self, run: Run) -> Result | None:
+        """Return the result of a run: an earlier one, or train now; None if no time is left."""
+        if run not in self._results:
+            kept = self._runs.of(run.key, lambda: train(run, *self._texts))
+            if kept is None:
+                return None
+            self._results[run] = Result(*kept)
+            write(self.rows(), self._path)
+        return self._results[run]
+
+    def sweep(self, inner: str, way: str) -> None:
+        """Find the best learning rate of an inner optimizer and a way to train, with seed 0.
+
+        If no time is left for all rates of the sweep, no rate is stored.
+        """
+        if way == BLOCKS:  # differs from muon in two tables only
+            self.sweep(inner, "muon")
+            if (inner, "muon") in self._rates:
+                self._rates[inner, way] = self._rates[inner, "muon"]
+            return
+        losses: dict[float, float] = {}  # learning rate -> evaluation loss
+        rates = list(RATES[inner])
+        while rates:
+            rate = rates.pop(0)
+            jobs = 1 if way == SYNCHRONOUS else SWEEP_JOBS
+            run = Run(self._size, inner, way, jobs, SWEEP_STEPS, self._init, lr=rate, seed=0)
+            result = self.result(run)
+            if result is None:
+                return
+            losses[rate] = result.evaluation
+            best = min(losses, key=losses.__getitem__)
+            if not rates and len(losses) < MOST_RATES:
+                if best == max(losses):
+                    rates = [2 * best]
+                elif best == min(losses):
+                    rates = [best / 2]
+        self._rates[inner, way] = best
+
+    def measure(self, inner: str, way: str, jobs: int, seed: int) -> None:
+        """Make the run of one cell of the table, if its learning rate is known and time is left."""
+        rate = self._rates.get((inner, way))
+        if rate is not None:
+            jobs_of_way = 1 if way == SYNCHRONOUS else jobs
+            self.result(
+                Run(
+                    self._size,
+                    inner,
+                    way,
+                    jobs_of_way,
+                    self._steps,
+                    self._init,
+                    lr=rate,
+                    seed=seed,
+                )
+            )
+
+    def rows(self) -> list[Row]:
+        """Return the rows of all runs that have been made: the sweep, then the cells."""
+        rows = []
+        for run, result in self._results.items():
+            if run.steps == SWEEP_STEPS:
+                metric = f"evaluation loss, {run.way}, lr {run.lr:g}"
+                rows.append(
+                    _row(f"{self._size}, inner {run.inner}, sweep", metric, [result.evaluation])
+                )
+        inners = dict.fromkeys(run.inner for run in self._results)
+        runs_of_cells = [run for run in self._results if run.steps == self._steps]
+        jobs_list = sorted({run.jobs for run in runs_of_cells} - {1})
+        for inner, jobs in product(inners, jobs_list):
+            by_way: dict[str, dict[int, Result]] = {}  # way -> seed -> result
+            for run in runs_of_cells:
+                if run.inner == inner and run.jobs in (1, jobs):
+                    by_way.setdefault(run.way, {})[run.seed] = self._results[run]
+            case = f"{self._size}, inner {inner}, {jobs} jobs"
+            gradient_bytes = GRADIENT_BYTES * parameter_count(self._size) * self._steps
+            rows += _rows_of_cell(case, jobs, gradient_bytes, by_way)
+        return rows
+
+
+def _row(case: str, metric: str, values: list[float], unit: str = "nats") -> Row:
+    """Return a row with the mean of the values of several seeds, and with their range."""
+    spread = min(values), max(values)
+    return Row.of(case, metric, statistics.fmean(values), unit=unit, spread=spread, emulated=False)
+
+
+def _rows_of_cell(
+    case: str, jobs: int, gradient_bytes: int, results: dict[str, dict[int, Result]]
+) -> list[Row]:
+    """Return the rows of one inner optimizer and one number of jobs.
+
+    Args:
+        case: Name of the case.
+        jobs: Number of joined jobs.
+        gradient_bytes: Bytes of the gradients of all steps.
+        results: Way to train -> seed -> result.
+    """
+    rows = []
+    for way, by_seed in results.items():
+        of_way = list(by_seed.values())
+        rows.append(_row(case, f"seeds, {way}", [len(of_way)], unit=""))
+        rows.append(_row(case, f"evaluation loss, {way}", [one.evaluation for one in of_way]))
+        rows.append(
+            _row(
+                case,
+                f"evaluation loss of one job's weights, {way}",
+                [one.evaluation_of_one_job for one in of_way],
+            )
+        )
+        rows.append(_row(case, f"training loss, {way}", [one.training for one in of_way]))
+        sent = [one.sent_bytes for one in of_way]
+        if way == SYNCHRONOUS:
+            # A ring all-reduce over the clusters of the jobs, of the gradients of every step.
+            sent = [round(2 * (jobs - 1) / jobs * gradient_bytes)]
+        rows.append(
+            _row(case, f"sent by a job, {way}", [one / MEGABYTE for one in sent], unit="MB")
+        )
+    for way, baseline in COMPARED:
+        both = sorted(results.get(way, {}).keys() & results.get(baseline, {}).keys())
+        if both:
+            differences = [
+                results[way][seed].evaluation - results[baseline][seed].evaluation for seed in both
+            ]
+            rows.append(_row(case, f"{way} - {baseline}", differences))
+    return rows
+
+
+def cells(jobs_list: list[int], seeds: Iterable[int]) -> list[tuple[int, int]]:
+    """Return (jobs, seed) in the order of measuring.
+
+    All seeds of the first two numbers of jobs come before the other numbers of jobs.
+    """
+    first, later = jobs_list[:2], jobs_list[2:]
+    return [(jobs, seed) for part in (first, later) for seed in seeds for jobs in part]
+
+
+def main() -> int:
+    """Train with the chosen inner optimizers and numbers of jobs; print and write the losses.
+
+    Returns:
+        The exit status: 2 if a number of jobs or a way is unknown, else 0.
+    """
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--size", choices=SIZES, default="0.12 M", help="of the model")
+    arguments.add_argument("--init", choices=("gpt2", "example"), default="gpt2")
+    arguments.add_argument("--first-seed", type=int, default=0)
+    arguments.add_argument("--steps", type=int, default=STEPS)
+    arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument(
+        "--jobs", default="2,4,8", metavar="K,...", help="numbers of joined jobs"
+    )
+    arguments.add_argument(
+        "--ways", default="synchronous;diloco;muon", metavar="NAME;...", help="only these"
+    )
+    Runs.add_arguments(arguments)
+    args = arguments.parse_args()
+    torch.set_num_threads(1)
+    jobs_list = [int(number) for number in args.jobs.split(",")]
+    ways = args.ways.split(";")
+    if set(jobs_list) - {2, 4, 8} or set(ways) - {SYNCHRONOUS, *OUTER}:
+        harness.tell(
+            f"joined_muon.py: --jobs: 2, 4 or 8; --ways: {SYNCHRONOUS}; {'; '.join(OUTER)}"
+        )
+        return 2
+    inners = harness.chosen_cases(args.cases, RATES)
+    experiment = Experiment(
+        args.size, args.init, Runs(args.runs, args.minutes), args.steps, args.json
+    )
+    for inner, way in product(inners, ways):
+        experiment.sweep(inner, way)
+    for jobs, seed in cells(jobs_list, range(args.first_seed, args.first_seed + args.seeds)):
+        for inner, way in product(inners, ways):
+            experiment.measure(inner, way, jobs, seed)
+    title = f"Joined jobs, {args.size} parameters, {args.steps} steps"
+    return finish(experiment.rows(), args.json, title)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
