@@ -18,7 +18,10 @@ from holmes_ext.plan.plan import check_plan, load_plan
 EXAMPLES = Path(__file__).parents[3] / "examples"
 CLUSTER = str(EXAMPLES / "clusters" / "two_clusters_4.toml")
 MODEL = str(EXAMPLES / "models" / "deepspeed_demo.toml")
-SEARCH = ["plan", "--cluster", CLUSTER, "--model", MODEL, "--global-batch", "16"]
+#: It ends early, as its best plan is proven; on a busy machine it may take longer than the default.
+SEARCH = [
+    *("plan", "--cluster", CLUSTER, "--model", MODEL, "--global-batch", "16", "--seconds", "60")
+]
 GPT = (
     "pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64 "
     "--micro-batch-size 1 --global-batch-size 16"
