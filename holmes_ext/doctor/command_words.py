@@ -358,7 +358,9 @@ def _shell_text_at(words: list[str], index: int) -> _ShellText | None:
         # The words after the text are arguments of the shell ($0, $1, ...), and are dropped.
         return _ShellText(words[start], start, end=length)
     if word in ("--wrap", "eval") and index + 1 < length:
-        return _ShellText(words[index + 1], start=index + 1, end=index + 2)
+        text = words[index + 1]
+        is_script = text.startswith("#!")  # of `sbatch <<EOF`; it may have #SBATCH lines
+        return _ShellText(text, start=index + 1, end=index + 2, is_script=is_script)
     if word.startswith("--wrap="):
         return _ShellText(word.partition("=")[2], start=index, end=length)
     if name == "ssh" and index == 0:

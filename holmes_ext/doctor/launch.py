@@ -433,9 +433,14 @@ def stated_nodes(command: Command) -> StatedNodes:
     in_launchers = sum(len(launcher_words) + 1 for _, launcher_words in found)
     before = tuple(words[: len(words) - in_launchers])
     result = StatedNodes()
+    allocation: dict[str, WrittenOption] = {}  # options of sbatch, which are defaults of srun's
     for name, launcher_words in [LauncherWords("", before), *found]:
-        names = NAMES_OF_LAUNCHER.get(name, OptionNames())
-        result = _stated_inside(_options_by_meaning(launcher_words, names), result)
+        options = _options_by_meaning(launcher_words, NAMES_OF_LAUNCHER.get(name, OptionNames()))
+        if name in ("sbatch", "salloc"):
+            allocation = options
+        elif name == "srun":
+            options = {**allocation, **options}
+        result = _stated_inside(options, result)
     # The scheduler may have more hosts than the launcher inside uses.
     return result if len(result.hosts) == result.nodes else replace(result, hosts=())
 

@@ -34,8 +34,11 @@ _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)", re.DOTALL)
 _NAME_IN_ARITHMETIC = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
 #: Lines of text that a command reads: cat > FILE <<EOF ... EOF
 _HERE_DOCUMENT = re.compile(
-    r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*)\n(?:.*?\n)??[ \t]*\2[ \t]*$", re.DOTALL | re.MULTILINE
+    r"(?<!<)<<-?(?!<)[ \t]*(['\"]?)(\w+)\1([^\n]*)\n((?:[^\n]*\n)*?)[ \t]*\2[ \t]*$", re.MULTILINE
 )
+#: Program at the beginning of a command that runs such lines as a script -> its option for a text.
+_OPTION_FOR_TEXT = {"sbatch": "--wrap", "bash": "-c", "sh": "-c"}
+_RUNS_LINES = re.compile(r"(?:^|[;&|])\s*(?:exec\s+)?(?:\S*/)?(sbatch|bash|sh)(?=\s|$)")
 #: Words before a command that do not change which program it starts.
 _KEYWORDS = (
     "exec",
@@ -110,7 +113,7 @@ def simple_commands(
     """
     variables = {**environ, **{str(number): word for number, word in enumerate(arguments[:9], 1)}}
     arrays = {_ARGUMENTS: list(arguments)} if arguments else {}
-    text = _HERE_DOCUMENT.sub(r"\3\n", text.replace("\\\n", " "))
+    text = _HERE_DOCUMENT.sub(_without_here_document, text.replace("\\\n", " "))
     reader = _Reader(text, variables, arrays)
     commands = []
     branch_depth = 0  # number of branches and loops around the command
@@ -132,6 +135,28 @@ def simple_commands(
         elif words:
             commands.append(words)
     return commands
+
+
+def _without_here_document(match: re.Match[str]) -> str:
+    """Return what replaces the lines of text that a command reads (<<EOF ... EOF).
+
+    If sbatch or a shell reads them, they become its argument: `sbatch <<EOF` becomes `sbatch --wrap "..."`.
+    In the lines, variables are replaced unless the word after << is quoted. Other lines are left out.
+
+    Args:
+        match: Match of _HERE_DOCUMENT.
+    """
+    quote, _, after, lines = match.groups()
+    line_begin = match.string.rfind("\n", 0, match.start()) + 1
+    program = _RUNS_LINES.search(match.string[line_begin : match.start()])
+    if program is None:
+        return f"{after}\n"
+    option = _OPTION_FOR_TEXT[program[1]]
+    if quote:
+        escaped = lines.replace("'", "'\\''")
+        return f" {option} '{escaped}'{after}\n"
+    escaped = lines.replace('"', '\\"')
+    return f' {option} "{escaped}"{after}\n'
 
 
 def _branch_steps(words: list[str]) -> int:

@@ -6,7 +6,7 @@ that all four jobs take part in every round.
 """
 
 from clusters import spec
-from holmes_lab.joined import await_, coordinator, join_flags, start
+from holmes_lab.joined import await_, coordinator, start
 from holmes_lab.lab import Lab
 
 from integration_tests.jobs import full
@@ -21,22 +21,34 @@ CLUSTERS = spec(
 )
 NODES = {"east": "a0", "west": "b0", "north": "d0", "south": "e0"}
 #: Rounds 1 and 2 may take place before all four jobs have joined.
-OUTER = "min=4,every=8,fragments=2,delay=1,compress=off,timeout=20"
+OUTER = "min=4,every=8,fragments=2,delay=1,compress=off"
+OWN = "timeout=20"  # setting of each job
 STEPS = 40
 
 
 @full
 def test_a_cut_pair_of_four_jobs_uses_the_relay_and_all_keep_their_rounds(tmp_path):
-    with Lab(CLUSTERS) as lab, coordinator(lab) as (coordinator_address, lines):
+    with Lab(CLUSTERS) as lab, coordinator(lab, OUTER) as running:
+        lines = running.lines
         address_of = {node.name: node.address for node in lab.nodes}
         for node, other in (("a0", "b0"), ("b0", "a0")):  # in both directions
             lab.configure(node, f"route add blackhole {address_of[other]}/32")
         jobs = []
         # The first job gives its weights to the others, so it must be one that all of them can reach.
         for seed, name in enumerate(("north", "east", "west", "south"), start=1):
-            flags = join_flags(name, coordinator_address, OUTER)
             log = tmp_path / f"{name}.jsonl"
-            jobs.append(start(lab, name, [NODES[name]], flags, STEPS, seed, log))
+            jobs.append(
+                start(
+                    lab,
+                    name,
+                    [NODES[name]],
+                    running.flags(name, OWN),
+                    STEPS,
+                    seed,
+                    log,
+                    environment=running.environment,
+                )
+            )
 
             def has_joined(message=f"job {name} is here") -> bool:
                 return any(message in line for line in lines)

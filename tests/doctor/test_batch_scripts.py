@@ -189,6 +189,34 @@ def test_other_scripts_are_read_too():
     )
 
 
+#: A script that submits the lines after sbatch <<EOF.
+SUBMIT = """STEPS=50
+COMMAND="cd /work; export A=1; python -u train.py --steps $STEPS"
+sbatch <<EOF
+#!/bin/bash
+#SBATCH --nodes=4 --ntasks-per-node=8
+srun --mpi=pmix bash -c "${COMMAND}" 2>&1 | tee \\${SLURM_JOB_ID}.log
+EOF
+echo submitted
+"""
+
+
+def test_a_script_in_the_lines_after_sbatch_is_read():
+    """Its #SBATCH lines count, and so do the variables of the script around it."""
+    Path("submit.sh").write_text(SUBMIT)
+    command = split_command(["bash", "submit.sh"])
+    assert command.arguments == ("--steps", "50")
+    assert stated_nodes(command).nodes == 4 and stated_nodes(command).processes == 8
+
+
+def test_lines_after_a_quoted_word_keep_their_variables():
+    lines = "bash <<\"END\"\nA=2\ntrain.py --a $A --b 'x y'\nEND\n"
+    (words,) = simple_commands(f"A=1\n{lines}", {})
+    assert words == ["bash", "-c", "A=2\ntrain.py --a $A --b 'x y'\n"]
+    (words,) = simple_commands(f"A=1\n{lines}".replace('"END"', "END"), {})
+    assert words == ["bash", "-c", "A=2\ntrain.py --a 1 --b 'x y'\n"]
+
+
 def test_values_from_branches_and_loops_are_not_known():
     """Which branch runs is not known, so the variable stays, and is named as one without a value."""
     text = (

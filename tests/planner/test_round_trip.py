@@ -7,6 +7,7 @@ predicts the step of this new command. Both steps must have the same printed dig
 import json
 import subprocess
 import sys
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from absent_modules import child_environment
 from checkouts import checkout_or_skip
 
 from holmes_ext.cli.main import main
+from holmes_ext.planner.show.time_limit import TimeLimit
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLUSTER = str(EXAMPLES / "clusters" / "two_clusters_8.toml")
@@ -26,6 +28,12 @@ SMALL = (
 )
 LM = f"torchrun --nproc-per-node 1 pretrain_gpt.py {SMALL} --bf16"
 MDS = f"deepspeed pretrain_gpt.py {SMALL} --deepspeed --deepspeed_config ds.json"
+
+
+@pytest.fixture(autouse=True)
+def output_without_deadline(monkeypatch):
+    """The output takes the time that it needs, also on a busy machine: every step is predicted."""
+    monkeypatch.setattr(TimeLimit, "simulations_end", inf)
 
 
 def planned(capsys, command, *options, cluster=CLUSTER):

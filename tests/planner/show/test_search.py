@@ -7,13 +7,14 @@ import re
 import signal
 import subprocess
 import sys
-from math import prod
+from math import inf, prod
 from pathlib import Path
 
 import pytest
 
 from holmes_ext.cli.main import main
 from holmes_ext.plan.plan import check_plan, load_plan
+from holmes_ext.planner.show.time_limit import TimeLimit
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 CLUSTER = str(EXAMPLES / "clusters" / "two_clusters_4.toml")
@@ -34,6 +35,12 @@ GPT = (
     "pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64 "
     "--micro-batch-size 1 --global-batch-size 16"
 ).split()
+
+
+@pytest.fixture(autouse=True)
+def output_without_deadline(monkeypatch):
+    """The output takes the time that it needs, also on a busy machine: no step is left out."""
+    monkeypatch.setattr(TimeLimit, "simulations_end", inf)
 
 
 def holmes(capsys, *arguments):
