@@ -233,6 +233,7 @@ def test_a_caller_without_a_name_or_incarnation_is_refused():
             {"incarnation": "x" * 65},
             {"job": "a b"},
             {"incarnation": ""},
+            {"incarnation": None},
             {"job": ["zero"]},
         ):
             purpose = {"purpose": "job", "job": "zero", "incarnation": "1"}

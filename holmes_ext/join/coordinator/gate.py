@@ -136,5 +136,8 @@ def problem_at_coordinator(purpose: Purpose, holder: Holder) -> str:
     if problem := problem_of_caller(purpose, holder):
         return problem
     # Limits the length and the characters of what is kept and logged.
-    is_valid = is_name(str(purpose.get("job"))) and is_name(str(purpose.get("incarnation")))
-    return "" if is_valid else "a caller names no job and incarnation"
+    for key in ("job", "incarnation"):
+        value = purpose.get(key)
+        if not isinstance(value, str) or not is_name(value):
+            return f"a caller names no {key}"
+    return ""

@@ -104,7 +104,7 @@ class RunFolder:
     @property
     def has_authority(self) -> bool:
         """Return whether there is a CA in the folder."""
-        return (self.path / _RUN_FILE).exists()
+        return os.path.exists(self.path / _RUN_FILE)  # False, too, if this user may not look
 
     def make(self, with_authority: bool = True) -> None:
         """Make the folder unless it exists, and its CA.
@@ -209,7 +209,7 @@ class RunFolder:
         run_file = self._run_file()
         digest = digest_of_secret(secret)
         with self._changing():
-            record = self._records().get(digest)
+            record = self._record(digest)
             if record is None or record.job != job:
                 raise HolmesError(
                     f"there is no such invitation for job {job!r:.100}; `holmes join invite` makes one"
@@ -316,11 +316,21 @@ class RunFolder:
             return {}
         records = {}
         for file in sorted(folder.iterdir()):
-            if file.name.startswith("."):  # a file that is being written
-                continue
-            text = read_private(file)
-            records[file.name] = parse_json(text, str(file), "remove it").into(_Record)
+            record = self._record(file.name)
+            if record is not None:
+                records[file.name] = record
         return records
+
+    def _record(self, digest: str) -> _Record | None:
+        """Return an invitation by the hash of its secret; None: there is none."""
+        if digest.startswith("."):  # a file that is being written
+            return None
+        file = self.path / _INVITATIONS / digest
+        try:
+            text = read_private(file)
+        except FileNotFoundError:
+            return None
+        return parse_json(text, str(file), "remove it").into(_Record)
 
     def _write_record(self, digest: str, record: _Record) -> None:
         self._write(self.path / _INVITATIONS / digest, json.dumps(asdict(record)))
