@@ -289,12 +289,12 @@ class World:
         has_all = all(
             donor.versions[fragment].version >= version for fragment, version in job.wanted.items()
         )
-        if can_exchange and not has_all:  # the donor has not heard of the commit yet
-            return
-        if can_exchange:
+        # Otherwise it waits until a timeout has passed: the donor has not heard of the commit yet, or there
+        # is no connection to it.
+        if can_exchange and has_all:
             for fragment in job.wanted:
                 job.versions[fragment] = donor.versions[fragment]
-        self._end_round(job, job.round)
+            self._end_round(job, job.round)
 
     def _end_round(self, job: ModelJob, number: int) -> None:
         job.step, job.round, job.attempt, job.check = "ask", number + 1, 0, 0
