@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import mmap
 import select
 import socket
 import struct
@@ -179,12 +180,7 @@ class Channel:
         length = self._received.length_of(header, longest)
         longest_s = FRAME_S + length / FLOOR_BYTES_PER_S
         complete = _sooner(deadline, longest_s, f"a message of {length} bytes")
-        payload = bytearray()
-        # Memory grows with the received bytes: a header may announce bytes that never come.
-        while len(payload) < length:
-            part_bytes = min(FRAME_BYTES, length - len(payload))
-            reserve(part_bytes)
-            payload += self._read(bytearray(part_bytes), complete)
+        payload = self._read_payload(length, complete, reserve)
         tag = bytes(self._read(bytearray(self._received.tag_bytes), complete))
         self._received.check(tag, header, payload)
         reserve(parsed_bytes(payload))
@@ -192,6 +188,23 @@ class Channel:
             return unpack(payload)
         except ValueError as error:
             raise BrokenFrame(f"no document came: {error}") from None
+
+    def _read_payload(
+        self, length: int, deadline: Deadline, reserve: Callable[[int], None]
+    ) -> bytes:
+        """Return the next `length` bytes; memory is reserved and used only as they arrive.
+
+        A header may announce bytes that never come. Pages of an anonymous mapping take no memory
+        until they are written, and go back to the system at once.
+        """
+        if not length:
+            return b""
+        pages = memoryview(mmap.mmap(-1, length))
+        for start in range(0, length, FRAME_BYTES):
+            part = pages[start : start + FRAME_BYTES]
+            reserve(len(part))
+            self._read(part, deadline)
+        return bytes(pages)
 
     def send_bytes(self, buffers: Sequence[memoryview], deadline: Deadline) -> None:
         """Send the bytes of the buffers, one buffer after the other."""

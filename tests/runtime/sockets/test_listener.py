@@ -4,6 +4,7 @@ import contextlib
 import errno
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 from waiting import await_
@@ -246,3 +247,36 @@ def test_a_port_in_use_is_refused_though_there_is_another_family():
     with listen("", 0) as everywhere, pytest.raises(OSError):
         listen("", everywhere.getsockname()[1])
     assert sockets.errno.EADDRINUSE
+
+
+def test_who_shares_the_host():
+    """Both ends have a loopback address, or the same address."""
+    for own, other, shared in (
+        ("127.0.0.1", "127.0.0.2", True),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("fd00::1", "fd00::1", True),
+        ("127.0.0.1", "10.0.0.1", False),
+    ):
+        connection = SimpleNamespace(
+            getsockname=lambda own=own: (own, 1), getpeername=lambda other=other: (other, 2)
+        )
+        assert sockets.shares_host(connection) is shared, (own, other)
+
+
+def test_an_answer_of_many_levels_is_not_of_this_job():
+    """The address of a node may lead to anybody."""
+    with listen("127.0.0.1", 0) as port:
+        address = port.getsockname()
+
+        def answer():
+            connection, _ = port.accept()
+            connection.recv(100)
+            connection.sendall(b"[" * 4000 + b"\n")
+            connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        error = sockets.exchange_hello("127.0.0.1", address, {}, {}, 5.0, 5.0)
+        thread.join(10)
+    assert "it is not of this job" in error
