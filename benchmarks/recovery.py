@@ -113,7 +113,7 @@ class Run:
             "--name": f"job{number}",
             "--where": self.where if self.case.joins else "",
             "--outer": self.case.outer,
-            "--log": self.log(number),
+            "--times": self.log(number),
             "--seed": number,
             "--pace": self.pace,
         }

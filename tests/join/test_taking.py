@@ -72,7 +72,7 @@ def held_back(monkeypatch):
 def comeback(held_back):
     """East, which has trained on, and west, which was killed and has begun again; `settings` may differ."""
     with coordinator() as server:
-        jobs = []
+        jobs, held_back.told = [], server.told
 
         def come_back(settings=SETTINGS):
             east, west = (Job(name, server.port, settings, 1.0) for name in ("east", "west"))
@@ -131,6 +131,7 @@ def test_a_momentum_of_another_version_is_not_used(comeback, held_back, monkeypa
     east, west = comeback()
     together(east, west)
     assert west.verdicts == ["taken"] and same_state(east, west)
+    assert not any("other weights" in line for line in held_back.told), "the donor is honest"
     together(east, west)
     assert west.verdicts == ["taken", "commit"] and same_state(east, west)
 
