@@ -3,7 +3,7 @@
     recovery_job.py --name west --where HOST:PORT --outer SETTINGS --times FILE [--pace 0.1]
 
 The log has a line of JSON for each end of a phase and for each step, written by rank 0: its name, the time,
-and the CPU seconds that the process has used so far. All ranks end by SIGKILL as soon as the file FILE.kill is
+and the CPU seconds of the process until then. All ranks end by SIGKILL as soon as the file FILE.kill is
 newer than their start.
 
 The functions of holmes_ext whose ends are logged are wrapped here, so that holmes_ext itself needs no code
