@@ -66,6 +66,11 @@ class Case:
     joins: bool = True  # whether the jobs use holmes_ext
 
     @property
+    def has_target(self) -> bool:
+        """Whether the case is one that users have: several jobs, and bytecode of their programs."""
+        return self.jobs > 1 and self.keeps_bytecode
+
+    @property
     def clusters(self) -> str:
         """The text of the cluster.toml: a cluster of one node for each job."""
         clusters = "".join(
@@ -113,7 +118,7 @@ class Run:
             "--name": f"job{number}",
             "--where": self.where if self.case.joins else "",
             "--outer": self.case.outer,
-            "--log": self.log(number),
+            "--times": self.log(number),
             "--seed": number,
             "--pace": self.pace,
         }
@@ -248,7 +253,8 @@ def measure(name: str, args: Any, runs: Runs) -> list[Row]:
     rows = []
     for version, measured in recoveries.items():
         for phase in measured[0] if measured else ():
-            target = TARGET if phase == TOTAL and not version else ""
+            counts = CASES[name].has_target and not version
+            target = TARGET if phase == TOTAL and counts else ""
             for position, unit in enumerate(("s", "CPU s")):
                 values = [phases[phase][position] for phases in measured if phase in phases]
                 row = Row.median(

@@ -1,9 +1,9 @@
 """Trains one rank of a joined job of benchmarks/recovery.py, and logs when each phase of its start ends.
 
-    recovery_job.py --name west --where HOST:PORT --outer SETTINGS --log FILE [--pace 0.1]
+    recovery_job.py --name west --where HOST:PORT --outer SETTINGS --times FILE [--pace 0.1]
 
 The log has a line of JSON for each end of a phase and for each step, written by rank 0: its name, the time,
-and the CPU seconds that the process has used so far. All ranks end by SIGKILL as soon as the file LOG.kill is
+and the CPU seconds of the process until then. All ranks end by SIGKILL as soon as the file FILE.kill is
 newer than their start.
 
 The functions of holmes_ext whose ends are logged are wrapped here, so that holmes_ext itself needs no code
@@ -171,15 +171,15 @@ def main() -> None:
     add("--name", required=True, help="name of the job among the joined jobs")
     add("--where", default="", help="HOST:PORT of the coordinator (default: without holmes_ext)")
     add("--outer", default="", help="settings of --holmes-outer")
-    add("--log", type=Path, required=True, help="file for the ends of the phases")
+    add("--times", type=Path, required=True, help="file for the ends of the phases")
     add("--seed", type=int, default=1, help="seed of the order of the text")
     add("--pace", type=float, default=0.1, help="seconds of an accelerator in each step")
     args = parser.parse_args()
     started = start_of_process()
-    marks = Marks(args.log if os.environ.get("RANK", "0") == "0" else None)
+    marks = Marks(args.times if os.environ.get("RANK", "0") == "0" else None)
     marks.add("start", at=started, cpu_s=0.0)
     marks.add("start of Python", at=at_script, cpu_s=cpu_at_script_s)
-    request = args.log.with_name(f"{args.log.name}.kill")
+    request = args.times.with_name(f"{args.times.name}.kill")
     threading.Thread(target=kill_on_request, args=(request, started, marks), daemon=True).start()
     train(args, marks)
 

@@ -618,7 +618,7 @@ MUTANTS = [
     Mutant(
         "weights that are not finite are taken",
         "join/peers/take.py",
-        "if not all(bool(part.isfinite().all()) for part in parts):",
+        "if not all(bool(part.isfinite().all()) for part in parts.values()):",
         NEVER,
         TAKE,
     ),
