@@ -40,7 +40,7 @@ from typing import Any
 
 from harness import Row, Runs, chosen_cases, finish, kept_rows, parser, write
 from holmes_lab import Lab
-from holmes_lab.joined import TOKEN, await_, coordinator
+from holmes_lab.joined import LabCoordinator, await_, coordinator
 from holmes_lab.process.job import Job
 
 from holmes_ext.cluster.spec import parse_spec
@@ -52,7 +52,10 @@ TOTAL = "from the kill to the first step"
 SECONDS_TO_START = 240
 #: Steps of the killed job between two kills: more than a whole round of each fragment.
 STEPS_BETWEEN = 40
-OUTER = "min=1,timeout=20"
+#: Settings of the run, given to `holmes join serve`.
+OUTER = "min=1"
+#: Settings of each job.
+OWN = "timeout=20"
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Case:
     """Joined jobs of which one is killed."""
 
     jobs: int
-    outer: str = OUTER  # value of --holmes-outer
+    outer: str = OUTER  # value of `holmes join serve --outer`
     ranks: int = 1  # of each job; several are started by torchrun
     keeps_bytecode: bool = True
     joins: bool = True  # whether the jobs use holmes_ext
@@ -103,7 +106,7 @@ class Run:
 
     case: Case
     lab: Lab
-    where: str  # HOST:PORT of the coordinator
+    meeting: LabCoordinator  # the coordinator of the joined jobs
     folder: Path  # for logs
     environment: dict[str, str]
     pace: float  # seconds that each step sleeps
@@ -116,12 +119,14 @@ class Run:
             launcher += ["--nproc-per-node", str(self.case.ranks)]
         arguments = {
             "--name": f"job{number}",
-            "--where": self.where if self.case.joins else "",
-            "--outer": self.case.outer,
+            "--outer": OWN,
             "--times": self.log(number),
             "--seed": number,
             "--pace": self.pace,
         }
+        if self.case.joins:
+            invitation = self.meeting.invitation(f"job{number}")
+            arguments |= {"--where": self.meeting.address, "--invitation": invitation}
         words = [str(word) for argument in arguments.items() for word in argument]
         command = [*launcher, JOB, *words]
         return self.lab.start(command, order=[f"n{number}"], processes=1, env=self.environment)
@@ -216,7 +221,6 @@ def environment_of(case: Case, code: str) -> Iterator[dict[str, str]]:
     """
     with tempfile.TemporaryDirectory() as folder:
         yield {
-            "HOLMES_JOIN_TOKEN": TOKEN,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": code,
             "PYTHONPYCACHEPREFIX": folder,
@@ -229,12 +233,20 @@ def run_once(case: Case, code: str, args: Any) -> list[dict[str, list[float]]]:
     spec = parse_spec(case.clusters, "cluster.toml")
     with (
         Lab(spec, realtime=True) as lab,
-        coordinator(lab) as (where, _),
+        coordinator(lab, case.outer) as meeting,
         tempfile.TemporaryDirectory() as directory,
         environment_of(case, code) as environment,
     ):
         return kill_and_measure(
-            Run(case, lab, where, Path(directory), environment, args.pace), args.kills
+            Run(
+                case,
+                lab,
+                meeting,
+                Path(directory),
+                {**environment, **meeting.environment},
+                args.pace,
+            ),
+            args.kills,
         )
 
 

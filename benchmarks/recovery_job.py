@@ -1,6 +1,6 @@
 """Trains one rank of a joined job of benchmarks/recovery.py, and logs when each phase of its start ends.
 
-    recovery_job.py --name west --where HOST:PORT --outer SETTINGS --times FILE [--pace 0.1]
+    recovery_job.py --name west --where HOST:PORT --invitation FILE --outer SETTINGS --times FILE [--pace 0.1]
 
 The log has a line of JSON for each end of a phase and for each step, written by rank 0: its name, the time,
 and the CPU seconds of the process until then. All ranks end by SIGKILL as soon as the file FILE.kill is
@@ -108,7 +108,7 @@ def mark_phases_of_join(marks: Marks) -> None:
         from holmes_ext.join.rounds.coordinator_link import CoordinatorLink
 
         marks.add("import of holmes_ext.join")
-        marks.end_of(join, "place_of", "credentials")
+        marks.end_of(join, "prepare", "credentials")
         marks.end_of(join, "join", "ports and addresses")
         marks.end_of(CoordinatorLink, "ask", "entry", first_argument="enter")
         marks.end_of(CoordinatorLink, "ask", "address of the donor", first_argument="maps")
@@ -131,7 +131,9 @@ def train(args: argparse.Namespace, marks: Marks) -> None:
     if args.where:
         import holmes_ext
 
-        holmes_ext.enable(join=f"{args.name}@{args.where}", outer=args.outer)
+        holmes_ext.enable(
+            join=f"{args.name}@{args.where}", join_invitation=args.invitation, outer=args.outer
+        )
         marks.add("start of holmes_ext")
         mark_phases_of_join(marks)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -170,7 +172,8 @@ def main() -> None:
     add = parser.add_argument
     add("--name", required=True, help="name of the job among the joined jobs")
     add("--where", default="", help="HOST:PORT of the coordinator (default: without holmes_ext)")
-    add("--outer", default="", help="settings of --holmes-outer")
+    add("--invitation", default="", help="file with the job's invitation")
+    add("--outer", default="", help="the job's own settings, of --holmes-outer")
     add("--times", type=Path, required=True, help="file for the ends of the phases")
     add("--seed", type=int, default=1, help="seed of the order of the text")
     add("--pace", type=float, default=0.1, help="seconds of an accelerator in each step")

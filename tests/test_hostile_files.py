@@ -15,7 +15,7 @@ from holmes_ext.cluster.sources.slurm import nodes_of_file
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.doctor.forwarded import _names_in_files
 from holmes_ext.doctor.frameworks import _start_up_code, check_script
-from holmes_ext.doctor.launch import _accelerate_config
+from holmes_ext.doctor.launch_options import accelerate_config
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.deepspeed.checkpoints import SPLIT, saved_split, tag_of
@@ -42,7 +42,7 @@ READERS = {
     "deepspeed_env": ("env", lambda path: _names_in_files({"DS_ENV_FILE": str(path)})),
     "pth": ("a.pth", lambda path: list(_start_up_code([str(path.parent)]))),
     "script": ("train.py", lambda path: list(check_script(path))),
-    "accelerate": ("config.yaml", lambda path: _accelerate_config(str(path), {})),
+    "accelerate": ("config.yaml", lambda path: accelerate_config(str(path), {})),
     "ds_config": (
         "ds.json",
         lambda path: ds_config.from_arguments(["--deepspeed_config", str(path)]),
