@@ -46,7 +46,7 @@ GPU_STAMP := .venv-gpu/installed
 ON_BOTH_IN_A_LANDING := $(addprefix tests/runtime/reduce/test_,reducer.py hierarchical.py) tests/runtime/groups/test_wire.py \
    $(addprefix integration_tests/,nccl/test_gpus.py deepspeed/test_two_clusters.py megatron/test_core.py \
    stacks/test_pipelining.py test_reduction_lab.py)
-ON_BOTH_IN_ALL := tests/runtime/test_compress.py $(addprefix tests/runtime/reduce/test_,owned.py reducer.py tied.py hierarchical.py) \
+ON_BOTH_IN_ALL := tests/runtime/test_compress.py tests/runtime/measure/test_deaths.py $(addprefix tests/runtime/reduce/test_,owned.py reducer.py tied.py hierarchical.py) \
    tests/runtime/groups/test_wire.py integration_tests/nccl/test_gpus.py $(addprefix integration_tests/,\
    $(addprefix deepspeed/test_,two_clusters.py tied.py zero.py narrow.py passes.py partition.py resume.py overlap.py \
    joined.py) $(addprefix megatron/test_,core.py slices.py joined.py experts.py) joined/test_examples.py \

@@ -13,12 +13,16 @@ called without an active exception"). There are two cases:
     gloo's thread   ...operation | needs GIL | callback | needs GIL again, to free the function
     main thread     ...last step | exit: waits here ............... | the interpreter ends
 
-All waits have a time limit, so the exit is delayed, but not for ever.
+All waits have a time limit, so the exit is delayed, but not for ever. An operation in which another rank
+takes no part ends when that rank's process ends, or by gloo's timeout. Without holmes the exit waits for it,
+too: in the destructor of the group, which is too late for a callback, since the interpreter has ended then.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import sys
 import threading
 import time
 import weakref
@@ -27,8 +31,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from holmes_ext.words import counted
+
 #: Longest wait for a callback at exit, in seconds. The callback of an operation that never ends never runs.
-CALLS_S = 2.0
+CALLS_S = 600.0
+#: Seconds at exit after which a line says what the exit waits for.
+_SILENT_S = 2.0
 #: Time at exit, in seconds, in which the backend's thread frees the last function and its tensors.
 FREE_S = 0.02
 #: Longest time at exit, in seconds, that gloo's threads get if they still run after FREE_S. On a busy
@@ -116,6 +124,27 @@ def delay_exit() -> None:
 def _wait() -> None:
     """Wait for all awaited events, each at most until its time limit."""
     begin = time.monotonic()
-    for ended, seconds in list(_awaited.items()):
-        ended.wait(max(0.0, begin + seconds - time.monotonic()))
+    deadlines = {ended: begin + seconds for ended, seconds in list(_awaited.items())}
+    for ended, deadline in deadlines.items():
+        ended.wait(max(0.0, min(deadline, begin + _SILENT_S) - time.monotonic()))
+    now = time.monotonic()
+    pending = {
+        ended: deadline
+        for ended, deadline in deadlines.items()
+        if not ended.is_set() and deadline > now
+    }
+    if pending:
+        _report(pending=len(pending), longest_s=max(pending.values()) - now)
+    for ended, deadline in pending.items():
+        ended.wait(max(0.0, deadline - time.monotonic()))
     let_threads_free_tensors()
+
+
+def _report(pending: int, longest_s: float) -> None:
+    """Print what the exit waits for, if there still is a stream for messages."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, or a closed one
+        sys.stderr.write(
+            f"holmes: the exit waits up to {longest_s:.0f} s for {counted(pending, 'operation')} under way "
+            "over gloo, until the other ranks take part or end\n"
+        )
+        sys.stderr.flush()

@@ -89,3 +89,40 @@ def test_the_exit_waits_for_a_thread_of_gloo_that_still_runs():
     callbacks.let_threads_free_tensors()
     assert finished.is_set()
     thread.join()
+
+
+class TestTheEndOfTheExitsWait:
+    """The exit waits for operations under way as long as gloo does, and says so after a while."""
+
+    @pytest.fixture
+    def awaited(self, monkeypatch):
+        events = {}
+        monkeypatch.setattr(callbacks, "_awaited", events)
+        monkeypatch.setattr(callbacks, "_SILENT_S", 0.05)
+        return events
+
+    def test_an_operation_that_ends_late_is_waited_for(self, awaited, capsys):
+        ended = threading.Event()
+        awaited[ended] = 60.0
+        timer = threading.Timer(0.2, ended.set)
+        timer.start()
+        callbacks._wait()
+        assert ended.is_set()
+        assert "the exit waits up to 60 s for 1 operation under way" in capsys.readouterr().err
+        timer.join()
+
+    def test_an_operation_that_has_ended_is_not_reported(self, awaited, capsys):
+        ended = threading.Event()
+        ended.set()
+        awaited[ended] = 60.0
+        callbacks._wait()
+        assert capsys.readouterr().err == ""
+
+    def test_an_operation_that_never_ends_is_given_up(self, awaited, monkeypatch):
+        awaited[threading.Event()] = 0.1
+        callbacks._wait()
+
+    def test_a_closed_stream_does_not_matter(self, awaited, monkeypatch):
+        awaited[threading.Event()] = 0.2
+        monkeypatch.setattr(sys, "stderr", None)
+        callbacks._wait()
