@@ -45,7 +45,7 @@ TEXTS = {
     ],
     "N=2; a.py $((N * $SIZE + 1)) --n=$(( (7 - N) / 2 )) $((${N}%2))": ["a.py", "17", "--n=2", "0"],
     "a.py ${MISSING:-${SIZE:-4}} ${MISSING-x} ${SIZE:=9}": ["a.py", "8", "x", "8"],
-    'A=1; A+=2; a.py $A "${EMPTY[@]}"': ["a.py", "12"],
+    'EMPTY=(); A=1; A+=2; a.py $A "${EMPTY[@]}"': ["a.py", "12"],
     "cat <<EOF\nit's $SIZE\nEOF\na.py 1": ["a.py", "1"],
 }
 
