@@ -21,7 +21,7 @@ CLUSTER = str(EXAMPLES / "clusters" / "two_clusters_4.toml")
 MODEL = str(EXAMPLES / "models" / "deepspeed_demo.toml")
 #: The best plan is proven early, but on a busy machine it may take longer than the default.
 SEARCH = [
-    *("plan", "--cluster", CLUSTER, "--model", MODEL, "--global-batch", "16", "--seconds", "60")
+    *("plan", "--cluster", CLUSTER, "--seconds", "60", "--model", MODEL, "--global-batch", "16")
 ]
 GPT = (
     "pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64 "
