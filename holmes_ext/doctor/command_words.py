@@ -277,7 +277,8 @@ class _ShellText(NamedTuple):
     text: str
     start: int  # the text is words[start:end] of the command
     end: int
-    arguments: tuple[str, ...] = ()  # of a script: $1, $2, ...
+    name: str = ""  # $0
+    arguments: tuple[str, ...] | None = None  # $1, $2, ...; None if they are not known
     is_script: bool = False  # whether the text is that of a file
 
 
@@ -308,6 +309,8 @@ def _with_shell_text(words: list[str], environ: Mapping[str, str], depth: int) -
         before = _with_batch_options(words[: shell_text.start], shell_text)
         after = words[shell_text.end :]
         variables = {**environ, **allocation_variables(before)}
+        if shell_text.name:
+            variables["0"] = shell_text.name
         inner = _training_command(shell_text.text, variables, depth, shell_text.arguments)
         if shell_text.is_script and not _trains(inner):
             continue  # a script that sets up an environment, for example
@@ -355,8 +358,14 @@ def _shell_text_at(words: list[str], index: int) -> _ShellText | None:
         start = _index_of_shell_text(words, index)
         if start is None:
             return None
-        # The words after the text are arguments of the shell ($0, $1, ...), and are dropped.
-        return _ShellText(words[start], start, end=length)
+        # The words after the text are its $0, $1, ...
+        return _ShellText(
+            words[start],
+            start,
+            end=length,
+            name="".join(words[start + 1 : start + 2]),
+            arguments=tuple(words[start + 2 :]),
+        )
     if word in ("--wrap", "eval") and index + 1 < length:
         text = words[index + 1]
         is_script = text.startswith("#!")  # of `sbatch <<EOF`; it may have #SBATCH lines
@@ -437,7 +446,10 @@ def _index_of_remote_command(words: Sequence[str]) -> int | None:
 
 
 def _training_command(
-    text: str, environ: Mapping[str, str], depth: int, arguments: tuple[str, ...] = ()
+    text: str,
+    environ: Mapping[str, str],
+    depth: int,
+    arguments: tuple[str, ...] | None = None,
 ) -> list[str]:
     """Return the words of the training command in a text for a shell; [] if the text has no command.
 
@@ -452,7 +464,7 @@ def _training_command(
         text: The text.
         environ: Environment variables, for variables in the text.
         depth: Number of other texts around this one (see _with_shell_text).
-        arguments: Arguments of a script: $1, $2, ...
+        arguments: Arguments of a script: $1, $2, ...; None if they are not known.
     """
     candidates = [
         # A command of the text may have a text for a shell itself.

@@ -99,7 +99,7 @@ def batch_options(text: str) -> list[str]:
 
 
 def simple_commands(
-    text: str, environ: Mapping[str, str], arguments: tuple[str, ...] = ()
+    text: str, environ: Mapping[str, str], arguments: tuple[str, ...] | None = None
 ) -> list[list[str]]:
     """Return the words of each simple command in the text of a shell script.
 
@@ -109,10 +109,13 @@ def simple_commands(
     Args:
         text: The text, such as "cd /work && torchrun train.py --lr $LR > log 2>&1".
         environ: Environment variables, for variables that the text does not assign.
-        arguments: Arguments of the script: $1, $2, ...
+        arguments: Arguments of the script: $1, $2, ...; None if they are not known.
     """
-    variables = {**environ, **{str(number): word for number, word in enumerate(arguments[:9], 1)}}
-    arrays = {_ARGUMENTS: list(arguments)} if arguments else {}
+    variables = dict(environ)
+    arrays: dict[str, list[str]] = {}
+    if arguments is not None:
+        arrays[_ARGUMENTS] = list(arguments)
+        variables |= {str(number): word for number, word in enumerate(arguments[:9], 1)}
     text = _HERE_DOCUMENT.sub(_without_here_document, text.replace("\\\n", " "))
     reader = _Reader(text, variables, arrays)
     commands = []
@@ -188,7 +191,11 @@ def _number_of_node(node: ast.expr) -> int:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_number_of_node(node.left), _number_of_node(node.right))
+        left = _number_of_node(node.left)
+        right = _number_of_node(node.right)
+        if min(left, right) < 0:
+            raise ValueError("a shell rounds the quotients of negative numbers otherwise")
+        return _OPERATORS[type(node.op)](left, right)
     raise ValueError("no arithmetic of whole numbers")
 
 
@@ -206,6 +213,7 @@ class _Reader:
     position: int = 0
     word: str = ""  # that is being read
     has_word: bool = False  # also true for an empty word, ""
+    has_empty_list: bool = False  # whether an array without items was in the quotes
     words: list[str] = field(default_factory=list)
 
     def commands(self) -> Iterator[list[str]]:
@@ -308,6 +316,8 @@ class _Reader:
 
     def _read_quoted(self, quote: str) -> None:
         """Read up to the closing quote. Only double quotes replace variables and know a backslash."""
+        had_word = self.has_word
+        self.has_empty_list = False
         self._add("")
         self.position += 1
         while self.position < len(self.text) and self.text[self.position] != quote:
@@ -321,6 +331,10 @@ class _Reader:
             self._add(character)
             self.position += 1
         self.position += 1
+        if (
+            self.has_empty_list and not self.word
+        ):  # "$@" without arguments is no word, not even an empty one
+            self.has_word = had_word
 
     def _read_expansion(self, is_quoted: bool) -> None:
         """Read a variable, and add its value to the current word.
@@ -380,6 +394,7 @@ class _Reader:
 
     def _add_items(self, items: list[str]) -> None:
         """Add the items of an array as words: the first belongs to the current word, as in a shell."""
+        self.has_empty_list = not items
         for number, item in enumerate(items):
             if number > 0:
                 self._end_word()

@@ -209,6 +209,29 @@ def test_a_script_in_the_lines_after_sbatch_is_read():
     assert stated_nodes(command).nodes == 4 and stated_nodes(command).processes == 8
 
 
+def test_words_after_the_text_of_a_shell_are_its_arguments():
+    line = "srun bash -c 'exec torchrun --nnodes=$0 \"$@\"' 4 --rdzv-id=1 train.py --name 'x y' $1"
+    command = split_command(shlex.split(line))
+    assert command.launcher[-3:] == ("torchrun", "--nnodes=4", "--rdzv-id=1")
+    assert command.arguments == ("--name", "x y", "$1")
+    assert split_command(["bash", "-c", 'train.py "$@" --b']).arguments == ("--b",)
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "slurm"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.sbatch")), ids=lambda path: path.name)
+def test_our_own_scripts_for_slurm_are_read(path):
+    command = split_command(["sbatch", str(path)])
+    start = stated_nodes(command)
+    is_heterogeneous = path.stem.endswith("_het")  # the nodes of a step depend on --het-group
+    assert command.script.endswith(".py") and command.unread == ()
+    assert start.nodes == (0 if is_heterogeneous else 12)
+    assert gpus_on_node(command.launcher, {}) in (0, 8)
+    launches = read_launches(command.launcher, {})
+    assert not any(launch.error for launch in launches)
+
+
 def test_lines_after_a_quoted_word_keep_their_variables():
     lines = "bash <<\"END\"\nA=2\ntrain.py --a $A --b 'x y'\nEND\n"
     (words,) = simple_commands(f"A=1\n{lines}", {})

@@ -35,6 +35,18 @@ TEXTS = {
     "a.py --n 2 &> log": ["a.py", "--n", "2"],
     "a.py 2>/dev/null --x # a comment": ["a.py", "--x"],
     "exec a.py a#b": ["a.py", "a#b"],
+    "A=(--x 'one two' # a comment\n -y); A+=(3); a.py \"${A[@]}\" $A": [
+        "a.py",
+        "--x",
+        "one two",
+        "-y",
+        "3",
+        "--x",
+    ],
+    "N=2; a.py $((N * $SIZE + 1)) --n=$(( (7 - N) / 2 )) $((${N}%2))": ["a.py", "17", "--n=2", "0"],
+    "a.py ${MISSING:-${SIZE:-4}} ${MISSING-x} ${SIZE:=9}": ["a.py", "8", "x", "8"],
+    'EMPTY=(); A=1; A+=2; a.py $A "${EMPTY[@]}"': ["a.py", "12"],
+    "cat <<EOF\nit's $SIZE\nEOF\na.py 1": ["a.py", "1"],
 }
 
 

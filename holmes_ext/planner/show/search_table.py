@@ -47,8 +47,7 @@ LEGEND = (
     "T tensor, P pipeline, C context, E expert, V chunks a stage, D data; batch: sequences x "
     "micro-batches; of each shape the best arrangement; step: simulated, ~ in closed form only"
 )
-#: Memory that nvidia-smi reads / memory of the counted tensors, at most: in the ten runs of
-#: docs/benchmarks/prediction.md, the tensors are 21 to 29 % less than was read.
+#: Largest nvidia-smi reading / counted tensors of ten runs: docs/benchmarks/prediction.md (29 % missing).
 READ_BESIDE_COUNTED = 1 / (1 - 0.29)
 #: Line on a plan that nearly fills its GPUs.
 MAY_NOT_FIT = (
@@ -469,7 +468,11 @@ def document(
         "where": reasons(result),  # seconds of a step by cause
         "memory_bytes": memory_terms(result, result.best),
         "framework_schedule_seconds": step_without(result, result.best),
-        "launch": {name: asdict(launch) for name, launch in starts.items()},
+        "launch": {
+            # null: there was no time to predict the step of a job without a plan file
+            name: {**asdict(launch), "step_s": launch.step_s or None}
+            for name, launch in starts.items()
+        },
         "plan": json.loads(plan.to_json()),
         **more,
     }

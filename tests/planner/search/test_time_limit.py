@@ -4,14 +4,16 @@ No test measures a time.
 """
 
 import itertools
+import json
 import time
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 
 import pytest
 from clusters import example
 
-from holmes_ext.cli.main import _process_begin
+from holmes_ext.cli.main import _process_begin, main
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.engine import Rules
@@ -23,6 +25,7 @@ from holmes_ext.planner.search.search import search
 from holmes_ext.planner.search.simulated import simulated, step_without, with_passes
 from holmes_ext.planner.search.stock import are_reasons_simulated, best_stock, causes, reasons
 from holmes_ext.planner.show.start import UNKNOWN_S, start_line, step_without_plan_file
+from holmes_ext.planner.show.time_limit import TimeLimit
 from holmes_ext.planner.simulate import deadline
 from holmes_ext.planner.simulate.deadline import TimeIsOver, simulations_until
 
@@ -109,7 +112,7 @@ def test_a_simulation_is_given_up_at_the_deadline(monkeypatch):
     moments = itertools.count()
     monkeypatch.setattr(deadline.time, "monotonic", lambda: next(moments))
     with simulations_until(3.0), pytest.raises(TimeIsOver):
-        while True:
+        for _ in range(100):
             simulated(result, result.best)
     assert next(moments) == 5  # read at 0, 1, 2, 3 and 4
     assert simulated(result, result.best).step_s  # without a deadline
@@ -137,3 +140,22 @@ def test_the_step_without_a_plan_file_is_unknown_after_the_deadline():
         assert step_without_plan_file(result) == UNKNOWN_S
         starts = {"torch": Launch(flags=())}
         assert "too short to predict its step" in start_line(result, starts)
+
+
+def test_a_step_that_was_not_predicted_is_null_in_json(monkeypatch, capsys):
+    """The time of the output is over when it begins. Nothing else is missing in the document."""
+    monkeypatch.setattr(TimeLimit, "simulations_end", PAST)
+    examples = Path(__file__).parents[3] / "examples"
+    words = [
+        "--cluster",
+        str(examples / "clusters" / "two_clusters_4.toml"),
+        "--global-batch",
+        "16",
+    ]
+    words += ["--model", str(examples / "models" / "deepspeed_demo.toml")]
+    assert main(["plan", *words, "--limit", "pipeline=2", "--seconds", "0.01", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {launch["step_s"] for launch in found["launch"].values()} == {None}
+    assert sum(found["where"]["holmes"].values()) == pytest.approx(
+        found["candidates"][0]["closed_form_seconds"]
+    )

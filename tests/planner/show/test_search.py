@@ -21,15 +21,7 @@ CLUSTER = str(EXAMPLES / "clusters" / "two_clusters_4.toml")
 MODEL = str(EXAMPLES / "models" / "deepspeed_demo.toml")
 # No search ends by the clock, however busy the machine is.
 SEARCH = [
-    "plan",
-    "--cluster",
-    CLUSTER,
-    "--model",
-    MODEL,
-    "--seconds",
-    "600",
-    "--global-batch",
-    "16",
+    *("plan", "--cluster", CLUSTER, "--seconds", "600", "--model", MODEL, "--global-batch", "16")
 ]
 GPT = (
     "pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64 "
