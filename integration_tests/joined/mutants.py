@@ -442,9 +442,16 @@ MUTANTS = [
     Mutant(
         "a new job keeps the run that was there before it",
         "join/coordinator/membership.py",
-        "if hello.entered and hello.round > state.number and self._replaces_current_run(name, now):",
+        "if is_unknown and is_ahead and self._replaces_current_run(name, now):",
         NEVER,
         RULES,
+    ),
+    Mutant(
+        "a job that returns voids open rounds",
+        "join/coordinator/membership.py",
+        "if is_unknown and not state.committed:",
+        "if not state.committed:",
+        RULES + " -k returns_with",
     ),
     Mutant(
         "whoever says so takes the run over",
