@@ -313,7 +313,7 @@ class World:
         ]
 
     def play(self, rounds: int, most_ticks: int = 1000) -> None:
-        """Let all jobs poll in turn until each honest job has ended `rounds` more than the first one now.
+        """Let all jobs poll in turn until each honest job is `rounds` further than the first one is now.
 
         With rounds=async, jobs do not wait for each other: until the run has made so many rounds. Time passes
         if all jobs wait.
@@ -323,11 +323,12 @@ class World:
         """
         is_rolling = self.scene.policy == "next"
         last_round = self.coordinator.state.number + rounds
-        goal = max(job.ended for job in self.honest) + rounds
+        goal = max(job.round for job in self.honest) + rounds
         ticks = self.ticks
 
         def is_ahead(job: ModelJob) -> bool:
-            return not is_rolling and job.ended >= goal and job in self.honest
+            is_at_goal = job.step == "ask" and job.round >= goal
+            return is_at_goal and not is_rolling and job in self.honest
 
         def is_over() -> bool:
             if is_rolling:

@@ -197,7 +197,7 @@ WAYS = {
     ),
     "stale": (sends(repeated()), "it sent again"),
     "random": (sends(random_like), "it points another way"),
-    "wrong length": (sends_less, "is lost on the way"),
+    "wrong length": (sends_less, "cannot exchange data"),
     "false norm": (
         both(sends(lambda x: 9 * x), says("ready", scaled_claims(0.5))),
         "what it sent has length",
