@@ -98,8 +98,8 @@ def _is_trusted(user: int) -> bool:
 
 
 def _is_of_kernel(path: Path) -> bool:
-    """Return whether a path is in /proc, whose links only the kernel can follow (/proc/self/fd/1)."""
-    return path.is_relative_to("/proc")
+    """Return whether a path is in /proc (also as /dev/fd/1), whose links only the kernel can follow."""
+    return Path(os.path.realpath(path.parent)).is_relative_to("/proc")
 
 
 def _followed(path: Path) -> Path:

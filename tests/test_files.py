@@ -60,14 +60,15 @@ def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path, monkeypatch):
     os.close(reader)
 
 
-def test_what_is_a_link_of_the_kernel_is_written_to(tmp_path):
-    """`--output /dev/stdout`, where standard output is a pipe or a file."""
+@pytest.mark.parametrize("folder", ["/proc/self/fd", "/dev/fd"])
+def test_what_is_a_link_of_the_kernel_is_written_to(tmp_path, folder):
+    """`--output /dev/stdout`, where standard output is a pipe or a file; `--output >(...)`."""
     reading, writing = os.pipe()
-    write_whole(f"/proc/self/fd/{writing}", "text")
+    write_whole(f"{folder}/{writing}", "text")
     assert os.read(reading, 9) == b"text"
     os.close(reading), os.close(writing)
     with open(tmp_path / "file", "w") as file:
-        write_whole(f"/proc/self/fd/{file.fileno()}", "text")
+        write_whole(f"{folder}/{file.fileno()}", "text")
     assert (tmp_path / "file").read_text() == "text"
 
 

@@ -30,6 +30,7 @@ SERVER = "tests/join/coordinator/test_server.py"
 RULES = "tests/join/coordinator/test_rules.py tests/join/coordinator/test_trust.py"
 LIARS = "tests/join/test_liars.py"
 LINKS = "tests/join/test_links.py"
+MEMORY = "tests/join/coordinator/test_memory_of_serve.py tests/join/sockets/test_memory.py"
 TAKE = "tests/join/test_take.py"
 FOLDER = "tests/join/identity/test_run_folder.py"
 CERTIFICATES = "tests/join/identity/test_job_certificate.py"
@@ -389,6 +390,48 @@ MUTANTS = [
         "if _most_values(data) > MOST_VALUES:",
         NEVER,
         MEMBERS + " -k document",
+    ),
+    Mutant(
+        "a message may be unfinished for an hour",
+        "join/sockets/channel.py",
+        "return deadline if deadline.left <= seconds else Deadline(seconds, operation)",
+        "return deadline",
+        CHANNEL + " -k must_end",
+    ),
+    Mutant(
+        "unfinished messages of one job hold any memory",
+        "join/sockets/memory.py",
+        "if wanted > self._most_of_job:",
+        NEVER,
+        MEMORY,
+    ),
+    Mutant(
+        "unfinished messages of all jobs hold any memory",
+        "join/sockets/memory.py",
+        "while self._held.total() + count > self._most:",
+        "while False:",
+        MEMORY,
+    ),
+    Mutant(
+        "descriptions of jobs hold any memory",
+        "join/coordinator/state.py",
+        "if kept_bytes > _MOST_HELLO_BYTES:",
+        NEVER,
+        MEMORY,
+    ),
+    Mutant(
+        "loopback addresses go to other hosts",
+        "join/sockets/requests.py",
+        "is_elsewhere = not shares_host(channel.socket)",
+        "is_elsewhere = False",
+        ROUTES + " -k loopback",
+    ),
+    Mutant(
+        "connections of jobs that ended stay open",
+        "join/peers/links.py",
+        "        self._close_ended()\n",
+        "",
+        LINKS + " -k behind",
     ),
     Mutant(
         "one job takes all turns",
