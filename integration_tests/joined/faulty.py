@@ -251,16 +251,28 @@ def _watch(tell: Callable[..., None]) -> None:
         exposed=told["exposed"],
     )
 
+    def will_lack_momentum(name, fragment, rest):
+        """Return whether a call stores an anchor whose momentum add_momentum() will store later."""
+        if fragment.momentum is None:
+            return False
+        if name == "replace":
+            return rest[-1] is None
+        oldest = fragment.pending[0] if name == "apply" else None
+        return oldest is not None and oldest.replaces and oldest.momentum is None
+
     def after(name, wrapped, state, fragment, *rest):
+        is_incomplete = will_lack_momentum(name, fragment, rest)
         wrapped(state, fragment, *rest)
+        if is_incomplete or fragment.lacks_momentum:
+            return  # the checksum covers the momentum, too
         tell(
             anchor=state.fragments.index(fragment),
             version=fragment.version,
-            how=name,
+            how="replace" if name == "add_momentum" else name,
             sum=fragment.checksum(state.weights.position),
         )
 
-    for name in ("apply", "replace"):
+    for name in ("apply", "replace", "add_momentum"):
         wrapped = getattr(OuterState, name)
         setattr(
             OuterState, name, lambda *args, name=name, wrapped=wrapped: after(name, wrapped, *args)

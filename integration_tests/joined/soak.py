@@ -240,7 +240,9 @@ def strike(
         other = chance.choice([other for other in jobs if other is not job])
         cut_pairs.add((job.name, other.name), chance.uniform(*CUT_S))
         return f"{job.name}: cut from {other.name}"
-    elif what == "liar" and not any(one.fault and one.fault.what in LIES for one in jobs):
+    elif what == "liar":
+        if any(one.fault and one.fault.what in LIES for one in jobs):
+            return "nothing: there is a liar already"
         job.kill()
         job.fault = Fault("ready", 1, chance.choice(LIES))
         job.start()
