@@ -32,7 +32,7 @@ class Client:
 def test_a_job_that_is_cut_off_waits_once_and_then_no_more():
     """F10: it waited 2 s in each round."""
     client = Client()
-    link = CoordinatorLink(client, ALONE, patience_s=60.0)
+    link = CoordinatorLink(client, ALONE, patience_s=60.0, credentials=None)
     for _ in range(4):
         reply = link.ask("ready", {"round": 3})
         assert (reply["verdict"], reply["round"]) == ("void", 3) and "did not answer" in reply[
@@ -47,7 +47,7 @@ def test_a_job_that_is_cut_off_waits_once_and_then_no_more():
 
 def test_a_coordinator_that_waits_for_other_jobs_is_not_away():
     client = Client(answers=True)
-    link = CoordinatorLink(client, ALONE, patience_s=60.0)
+    link = CoordinatorLink(client, ALONE, patience_s=60.0, credentials=None)
     link.ask("ready", {"round": 1}), link.ask("ready", {"round": 2})
     assert client.asked == [130.0, 130.0] and client.looked == 0
 

@@ -18,7 +18,7 @@ CUT = {"east", "west"}
 def swap(rank, other, number, attempt=1, patience_s=20.0):
     """Exchange a few bytes with another rank; return what has arrived."""
     into = bytearray(5)
-    peer = other.as_seen_by(rank)
+    peer = other.peer
     data = rank.links.job.ljust(5).encode()
     rank.links.swap(
         number, attempt, {peer: [memoryview(data)]}, {peer: [memoryview(into)]}, patience_s

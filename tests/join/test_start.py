@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from joined_jobs import TOKEN, coordinator
+from joined_jobs import coordinator
 
 from holmes_ext.join import training
 from holmes_ext.join.patches import torch as torch_joined
@@ -22,7 +22,7 @@ def thresholds():
 
 
 def request(port):
-    training.request(options_from(join=f"east@127.0.0.1:{port}"), {"HOLMES_JOIN_TOKEN": TOKEN})
+    training.request(options_from(join=f"east@127.0.0.1:{port}"))
 
 
 def step():

@@ -48,7 +48,6 @@ from holmes_ext.join.coordinator.gate import (
     problem_at_coordinator,
 )
 from holmes_ext.join.coordinator.lock_step import LockStepRounds
-from holmes_ext.join.coordinator.reachable import is_reachable
 from holmes_ext.join.coordinator.relay import PeerRelay
 from holmes_ext.join.coordinator.reports import (
     TELEMETRY,
@@ -73,6 +72,7 @@ from holmes_ext.join.sockets.handshake import (
     printable,
 )
 from holmes_ext.join.sockets.memory import MemoryExhausted
+from holmes_ext.join.sockets.reachable import is_reachable
 from holmes_ext.join.sockets.requests import (
     ANSWER_S,
     answer_request,
