@@ -373,6 +373,7 @@ class World:
             state.committed,
             state.failed_pairs.__dict__,
             rolling._request_times,
+            rolling._reports,
             rolling._first_offer_times,
             rolling._quorum_times,
             self.jobs,

@@ -469,7 +469,7 @@ def test_the_drop_in_initializer_needs_no_flag(two_clusters):
     """The program's data-parallel groups are inside a cluster, although it was launched in turn.
 
     The launcher starts a0, b0, a1, b1, and initialize_model_parallel of holmes renumbers the ranks.
-    integration_tests/backends tests the same over NCCL.
+    integration_tests/rows calls it over NCCL.
     """
     env = {"HOLMES_CLUSTER": str(two_clusters.file), "OMP_NUM_THREADS": "1"}
     lines = two_clusters.json(two_clusters.run(str(SCRIPTS / "megatron_drop_in.py"), env=env))

@@ -27,8 +27,11 @@ Pair = frozenset[str]
 #: Pair whose exchange failed -> which of the two reported this.
 Failures = dict[Pair, frozenset[str]]
 
-#: Seconds for which a pair uses the coordinator's relay before its direct connection is tried again.
-RELAYED_S = 3600.0
+#: Seconds for which a pair uses the coordinator's relay before its direct connection is tried again: the
+#: first time, by how much longer each next time, and at most.
+FIRST_RELAYED_S = 60.0
+_RELAYED_FACTOR = 4.0
+_LONGEST_RELAYED_S = 3600.0
 #: A pair that failed over the relay, too, is kept apart for this many times the duration of the failed
 #: attempts. So failed attempts take at most a tenth of the time.
 _APART_FACTOR = 10.0
@@ -73,14 +76,17 @@ class FailedPairs:
     """
 
     def __init__(self) -> None:
-        self._relayed_until: dict[Pair, float] = {}
+        self._relayed: dict[Pair, _Relaying] = {}
         self._separations: dict[Pair, _Separation] = {}
 
     def relay(self, pairs: Iterable[Pair], now: float) -> None:
         """Let pairs use the relay from now on."""
         self._forget_old(now)
         for pair in pairs:
-            self._relayed_until[pair] = now + RELAYED_S
+            lasts_s = FIRST_RELAYED_S
+            if pair in self._relayed:  # its direct connection has failed again
+                lasts_s = min(_RELAYED_FACTOR * self._relayed[pair].lasts_s, _LONGEST_RELAYED_S)
+            self._relayed[pair] = _Relaying(until=now + lasts_s, lasts_s=lasts_s)
 
     def separate(self, failures: Failures, lost_s: float, now: float) -> None:
         """Keep pairs apart that have failed over the relay, too.
@@ -92,15 +98,15 @@ class FailedPairs:
         """
         self._forget_old(now)
         for pair, reporters in failures.items():
-            self._relayed_until.pop(pair, None)  # the next attempt is a direct one again
+            self._relayed.pop(pair, None)  # the next attempt is a direct one again
             self._separations[pair] = _Separation(reporters, until=now + _APART_FACTOR * lost_s)
 
     def relayed(self, names: Collection[str], now: float) -> set[Pair]:
         """Return the pairs of these jobs that use the relay."""
         return {
             pair
-            for pair, until in self._relayed_until.items()
-            if now < until and pair <= set(names)
+            for pair, relaying in self._relayed.items()
+            if now < relaying.until and pair <= set(names)
         }
 
     def apart(self, names: Collection[str], now: float) -> Failures:
@@ -116,14 +122,25 @@ class FailedPairs:
         return frozenset((first, second)) in self._separations
 
     def _forget_old(self, now: float) -> None:
-        self._relayed_until = {
-            pair: until for pair, until in self._relayed_until.items() if now < until
+        # A pair whose direct connection has worked for as long as it was relayed before begins anew.
+        self._relayed = {
+            pair: relaying
+            for pair, relaying in self._relayed.items()
+            if now < relaying.until + relaying.lasts_s
         }
         self._separations = {
             pair: separation
             for pair, separation in self._separations.items()
             if now < separation.until
         }
+
+
+@dataclass(frozen=True)
+class _Relaying:
+    """Until when a pair uses the relay, and for how many seconds in all."""
+
+    until: float
+    lasts_s: float
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,18 @@ def test_a_pair_that_failed_over_the_relay_is_kept_apart_for_ten_times_as_long_a
     assert failed.apart("abc", 161.0) == {}
 
 
+def test_a_pair_uses_the_relay_for_longer_each_time_that_its_direct_connection_fails():
+    """A connection that was reset once is direct again after a minute; a cut one is tried once an hour."""
+    failed, pair, now = FailedPairs(), frozenset("ab"), 100.0
+    for seconds in (60, 240, 960, 3600, 3600):
+        failed.relay([pair], now)
+        assert failed.relayed("ab", now + seconds - 1) and not failed.relayed("ab", now + seconds)
+        now += seconds + 1
+    now += 3600  # the direct connection has worked for an hour
+    failed.relay([pair], now)
+    assert not failed.relayed("ab", now + 60)
+
+
 @pytest.mark.parametrize("policy", ["ready", "next"])
 @pytest.mark.parametrize("jobs", [3, 4, 8])
 def test_a_cut_pair_uses_the_relay_and_all_keep_all_rounds(jobs, policy):
