@@ -1,8 +1,8 @@
 """Compares outer steps of joined jobs with a synchronous job, for AdamW and for Muon as inner optimizer.
 
     python benchmarks/joined_muon.py --json FILE [--runs FILE] [--minutes M] [--jobs 2,4,8] [--seeds 3]
-        [--cases adamw,muon] [--ways NAME;...] [--steps 256]
-        [--size "0.12 M"]
+        [--cases adamw,muon] [--ways NAME;...] [--steps 128]
+        [--size "0.12 M"] [--init gpt2] [--lr X]
 
 The jobs are simulated: K copies of a byte-level GPT in one process, which train in turns. Outer steps,
 codecs and aggregates are those of holmes (joined_losses.OuterLoop). Each step reads 16 sequences of 64 bytes
@@ -24,7 +24,7 @@ The inner optimizer takes the training steps of a job. It is the case of --cases
 
 Joined jobs with inner Muon and outer diloco are MuLoCo (arXiv 2505.23725).
 
-Each inner optimizer and way has the learning rate that was best in a sweep of shorter runs with seed 0
+Each inner optimizer and way has the learning rate that was best in a sweep of 128 steps with seed 0
 (joined jobs: two of them). The evaluation loss is that of the jobs' mean weights, on text that no job has
 read. Rows have the mean over the seeds, and the smallest and largest value; differences are those of runs
 with the same seed.
@@ -45,7 +45,7 @@ from typing import NamedTuple
 
 import harness
 import torch
-from harness import Row, Runs, finish, parser, write
+from harness import Row, Runs, finish, kept_rows, parser, write
 from joined_losses import CLIP, GPT, SEQUENCE, OuterLoop, batch, evaluate, flatten, read_texts
 from torch.nn import functional
 
@@ -54,13 +54,12 @@ from holmes_ext.join.settings import parse_outer
 #: Parameters of the model -> layers, hidden size, heads.
 SIZES = {"0.12 M": (2, 64, 2), "0.8 M": (4, 128, 4), "2.7 M": (6, 192, 6)}
 ROWS = 16  # sequences of a step, of all jobs together
-STEPS = 256
+STEPS = 128
 SWEEP_STEPS = 128
 WARM_UP = 32  # steps
-#: Inner optimizer -> learning rates of the sweep. If the smallest or the largest is best, the next one
-#: (half or twice as much) is tried, too.
-RATES = {"adamw": (4e-3, 8e-3, 16e-3), "muon": (4e-3, 8e-3, 16e-3)}
-MOST_RATES = 5  # of a sweep
+INNER = ("adamw", "muon")
+#: First learning rates of a sweep. It goes on by factors of two until a rate is worse than the last.
+FIRST_RATES = (4e-3, 8e-3)
 SWEEP_JOBS = 2
 SYNCHRONOUS, BLOCKS = "synchronous", "muon of blocks"
 #: Way to join -> value of --holmes-outer.
@@ -84,7 +83,7 @@ class Run(NamedTuple):
     """One training: what it trains with, and how often jobs and seeds vary it."""
 
     size: str  # of the model: a key of SIZES
-    inner: str  # inner optimizer: a key of RATES
+    inner: str  # inner optimizer: a name of INNER
     way: str  # SYNCHRONOUS, or a key of OUTER
     jobs: int  # 1 if synchronous
     steps: int
@@ -238,37 +237,27 @@ def train(run: Run, training: torch.Tensor, held_out: torch.Tensor) -> Result:
 
 
 class Experiment:
-    """Runs of the benchmark. Each run is made once; the results file is written after each.
+    """Runs with one model and one number of steps. The results file is written after each run.
 
     Args:
         size: Size of the model: a key of SIZES.
         init: Initialization of the weights: "gpt2" or "example".
+        steps: Training steps of the runs that are compared. Those of the sweep have SWEEP_STEPS.
         runs: Results of earlier runs, and the time limit.
-        steps: Training steps of each run.
-        path: The results file; None writes none.
+        path: The results file; None writes none. Rows of other cases in it are kept.
     """
 
-    def __init__(self, size: str, init: str, runs: Runs, steps: int, path: Path | None):
+    def __init__(self, size: str, init: str, steps: int, runs: Runs, path: Path | None):
         self._size = size
         self._init = init
-        self._runs = runs
         self._steps = steps
+        self._runs = runs
         self._path = path
+        self._earlier_rows = kept_rows(path)
         self._texts = read_texts()
         self._results: dict[Run, Result] = {}
-        self._rates: dict[
-            tuple[str, str], float
-        ] = {}  # (inner optimizer, way) -> best of the sweep
-
-    def result(self, run: Run) -> Result | None:
-        """Return the result of a run: an earlier one, or train now; None if no time is left."""
-        if run not in self._results:
-            kept = self._runs.of(run.key, lambda: train(run, *self._texts))
-            if kept is None:
-                return None
-            self._results[run] = Result(*kept)
-            write(self.rows(), self._path)
-        return self._results[run]
+        #: Learning rates of the compared runs: (inner optimizer, way) -> rate.
+        self.rates: dict[tuple[str, str], float] = {}
 
     def sweep(self, inner: str, way: str) -> None:
         """Find the best learning rate of an inner optimizer and a way to train, with seed 0.
@@ -277,66 +266,76 @@ class Experiment:
         """
         if way == BLOCKS:  # differs from muon in two tables only
             self.sweep(inner, "muon")
-            if (inner, "muon") in self._rates:
-                self._rates[inner, way] = self._rates[inner, "muon"]
+            if (inner, "muon") in self.rates:
+                self.rates[inner, way] = self.rates[inner, "muon"]
             return
         losses: dict[float, float] = {}  # learning rate -> evaluation loss
-        rates = list(RATES[inner])
+        rates = list(FIRST_RATES)
         while rates:
             rate = rates.pop(0)
-            jobs = 1 if way == SYNCHRONOUS else SWEEP_JOBS
-            run = Run(self._size, inner, way, jobs, SWEEP_STEPS, self._init, lr=rate, seed=0)
-            result = self.result(run)
+            result = self._result(self._run(inner, way, SWEEP_JOBS, SWEEP_STEPS, rate, seed=0))
             if result is None:
                 return
             losses[rate] = result.evaluation
             best = min(losses, key=losses.__getitem__)
-            if not rates and len(losses) < MOST_RATES:
-                if best == max(losses):
-                    rates = [2 * best]
-                elif best == min(losses):
-                    rates = [best / 2]
-        self._rates[inner, way] = best
+            if not rates and best == max(losses):
+                rates = [2 * best]
+            elif not rates and best == min(losses):
+                rates = [best / 2]
+        self.rates[inner, way] = best
 
     def measure(self, inner: str, way: str, jobs: int, seed: int) -> None:
         """Make the run of one cell of the table, if its learning rate is known and time is left."""
-        rate = self._rates.get((inner, way))
+        rate = self.rates.get((inner, way))
         if rate is not None:
-            jobs_of_way = 1 if way == SYNCHRONOUS else jobs
-            self.result(
-                Run(
-                    self._size,
-                    inner,
-                    way,
-                    jobs_of_way,
-                    self._steps,
-                    self._init,
-                    lr=rate,
-                    seed=seed,
-                )
-            )
+            self._result(self._run(inner, way, jobs, self._steps, rate, seed))
 
     def rows(self) -> list[Row]:
         """Return the rows of all runs that have been made: the sweep, then the cells."""
         rows = []
         for run, result in self._results.items():
-            if run.steps == SWEEP_STEPS:
+            if run.steps == SWEEP_STEPS and run.jobs in (1, SWEEP_JOBS) and run.seed == 0:
+                case = f"{self._case}, {SWEEP_STEPS} steps, inner {run.inner}, sweep"
                 metric = f"evaluation loss, {run.way}, lr {run.lr:g}"
-                rows.append(
-                    _row(f"{self._size}, inner {run.inner}, sweep", metric, [result.evaluation])
-                )
-        inners = dict.fromkeys(run.inner for run in self._results)
-        runs_of_cells = [run for run in self._results if run.steps == self._steps]
+                rows.append(_row(case, metric, [result.evaluation]))
+        runs_of_cells = [
+            run
+            for run in self._results
+            if run.steps == self._steps and run.lr == self.rates.get((run.inner, run.way))
+        ]
+        inners = dict.fromkeys(run.inner for run in runs_of_cells)
         jobs_list = sorted({run.jobs for run in runs_of_cells} - {1})
         for inner, jobs in product(inners, jobs_list):
             by_way: dict[str, dict[int, Result]] = {}  # way -> seed -> result
             for run in runs_of_cells:
                 if run.inner == inner and run.jobs in (1, jobs):
                     by_way.setdefault(run.way, {})[run.seed] = self._results[run]
-            case = f"{self._size}, inner {inner}, {jobs} jobs"
+            case = f"{self._case}, {self._steps} steps, inner {inner}, {jobs} jobs"
             gradient_bytes = GRADIENT_BYTES * parameter_count(self._size) * self._steps
             rows += _rows_of_cell(case, jobs, gradient_bytes, by_way)
-        return rows
+        measured = {(row.case, row.metric) for row in rows}
+        earlier = [row for row in self._earlier_rows if (row.case, row.metric) not in measured]
+        return earlier + rows
+
+    @property
+    def _case(self) -> str:
+        """Return the first words of the names of all cases."""
+        return self._size if self._init == "gpt2" else f"{self._size}, init {self._init}"
+
+    def _run(self, inner: str, way: str, jobs: int, steps: int, lr: float, seed: int) -> Run:
+        """Return a run with the model of this experiment. A synchronous job is one job."""
+        jobs_of_way = 1 if way == SYNCHRONOUS else jobs
+        return Run(self._size, inner, way, jobs_of_way, steps, self._init, lr, seed)
+
+    def _result(self, run: Run) -> Result | None:
+        """Return the result of a run: an earlier one, or train now; None if no time is left."""
+        if run not in self._results:
+            kept = self._runs.of(run.key, lambda: train(run, *self._texts))
+            if kept is None:
+                return None
+            self._results[run] = Result(*kept)
+            write(self.rows(), self._path)
+        return self._results[run]
 
 
 def _row(case: str, metric: str, values: list[float], unit: str = "nats") -> Row:
@@ -404,6 +403,7 @@ def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--size", choices=SIZES, default="0.12 M", help="of the model")
     arguments.add_argument("--init", choices=("gpt2", "example"), default="gpt2")
+    arguments.add_argument("--lr", type=float, help="this learning rate, without a sweep")
     arguments.add_argument("--first-seed", type=int, default=0)
     arguments.add_argument("--steps", type=int, default=STEPS)
     arguments.add_argument("--seeds", type=int, default=3)
@@ -423,12 +423,14 @@ def main() -> int:
             f"joined_muon.py: --jobs: 2, 4 or 8; --ways: {SYNCHRONOUS}; {'; '.join(OUTER)}"
         )
         return 2
-    inners = harness.chosen_cases(args.cases, RATES)
-    experiment = Experiment(
-        args.size, args.init, Runs(args.runs, args.minutes), args.steps, args.json
-    )
+    inners = harness.chosen_cases(args.cases, INNER)
+    runs = Runs(args.runs, args.minutes)
+    experiment = Experiment(args.size, args.init, args.steps, runs, args.json)
     for inner, way in product(inners, ways):
-        experiment.sweep(inner, way)
+        if args.lr:
+            experiment.rates[inner, way] = args.lr
+        else:
+            experiment.sweep(inner, way)
     for jobs, seed in cells(jobs_list, range(args.first_seed, args.first_seed + args.seeds)):
         for inner, way in product(inners, ways):
             experiment.measure(inner, way, jobs, seed)

@@ -40,8 +40,11 @@ _PORT = 29600
 #: Number of joined jobs with default settings -> their loss compared with one synchronous job, as measured in
 #: docs/benchmarks/joined.md.
 _LOSS_OF_JOINED = {2: "as one job's within seed noise", 4: "0.16 to 0.22 nats behind one job's"}
-#: Advice from benchmarks/joined_losses.py.
-_MUON = "--holmes-outer algorithm=muon: small models learned more than in one job (docs/benchmarks/joined.md)"
+#: Advice from benchmarks/joined_muon.py.
+_MUON = (
+    "serve --outer algorithm=muon: jobs that use AdamW learned more, in small models "
+    "(docs/benchmarks/joined.md)"
+)
 CHOICES = (Column("choice", wrap=20), Column("tokens/s", right=True), Column("loss", wrap=16))
 LEGEND = "exposed, slower: of each step; gain: tokens/s over those of the best plan of one job that crosses"
 #: Clusters that are needed for joined jobs.
