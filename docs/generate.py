@@ -7,6 +7,7 @@
 
     .venv/bin/python docs/generate.py            rewrites the blocks of README.md
                                                  and docs/, not those of the lab
+    .venv/bin/python docs/generate.py docs/plan.md ...    rewrites the blocks of these pages only
     .venv/bin/python docs/generate.py --check    status 1, and the blocks that differ, when there are any
     .venv/bin/python docs/generate.py --lab docs/start.md ...    runs the lab's blocks of these
                                                                  pages, and rewrites them
@@ -544,7 +545,8 @@ def write(argv: list[str]) -> int:
     Args:
         argv: Command line. [] rewrites the blocks, and also writes the file model_error.json, which
             is computed from the benchmark results. ["--check"] changes nothing, and prints the
-            pages that are out of date. ["--lab", PAGE, ...] rewrites other blocks, those of the
+            pages that are out of date. [PAGE, ...] rewrites the blocks of these Markdown files only.
+            ["--lab", PAGE, ...] rewrites other blocks, those of the
             kind `<!-- lab -->` in these pages: it runs their jobs again in emulated clusters.
 
     Returns:
@@ -555,13 +557,15 @@ def write(argv: list[str]) -> int:
     if argv[:1] == ["--lab"]:
         write_lab(argv[1:])
         return 0
-    old = {page: page.read_text() for page in pages()}
+    only_checks = argv == ["--check"]
+    chosen_pages = pages() if only_checks or not argv else [Path(name).resolve() for name in argv]
+    old = {page: page.read_text() for page in chosen_pages}
     changed = {page: text for page, before in old.items() if (text := renewed(before)) != before}
     for page, text in changed.items():
-        print(f"{page.relative_to(ROOT)}: {'differs from the code' if argv else 'written'}")
-        if not argv:
+        print(f"{page.relative_to(ROOT)}: {'differs from the code' if only_checks else 'written'}")
+        if not only_checks:
             page.write_text(text)
-    return 1 if argv and changed else 0
+    return 1 if only_checks and changed else 0
 
 
 if __name__ == "__main__":

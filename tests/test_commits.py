@@ -49,7 +49,7 @@ gpt = Model(layers=4, hidden=256, heads=4, sequence=64, vocabulary=1000, micro_b
 costs = prices.costs_on_site(site, [node.name for node in site.nodes], Sizes(), gpt)
 assert all(seconds > LAUNCH_S for seconds in costs.forward_s[0])
 """
-REDUCTION = f"""
+CODEC = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "tests" / "runtime")!r})
 from ranks import run_ranks
@@ -66,13 +66,27 @@ for how in ("off", "fp8"):
     sent[how] = found[0][-1]
 assert sent["fp8"] == sent["off"] / 4, sent
 """
+DOCTOR_CHECK = """
+from pathlib import Path
+from holmes_ext.cli import doctor
+from holmes_ext.doctor.numa_balancing import check_numa_balancing
+assert doctor.check_numa_balancing is check_numa_balancing
+file = Path("numa_balancing")
+assert not list(check_numa_balancing(file)), "a kernel without NUMA"
+file.write_text("0\\n")
+assert not list(check_numa_balancing(file))
+file.write_text("1\\n")
+(finding,) = check_numa_balancing(file)
+assert finding.level == "note" and "numa_balancing is 1" in finding.what, finding
+"""
 #: Commit -> (files that it may touch, what then works, texts that it prints).
 CASES = {
     "nic_kind": (3, NIC_KIND, ["a[0-1]"]),
     "outer_algorithm": (1, OUTER, []),
     "command": (2, COMMAND, ["100 Gb/s"]),
     "cost_term": (2, COST_TERM, []),
-    "reduction": (3, REDUCTION, []),
+    "doctor_check": (2, DOCTOR_CHECK, []),
+    "codec": (3, CODEC, []),
 }
 
 

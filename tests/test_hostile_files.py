@@ -13,9 +13,9 @@ from holmes_ext.cluster.sources.hostfile import read_hostfile
 from holmes_ext.cluster.sources.kubernetes import read_nodes
 from holmes_ext.cluster.sources.slurm import nodes_of_file
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.doctor.forwarded import _names_in_files
+from holmes_ext.doctor.command.forwarded import _names_in_files
+from holmes_ext.doctor.command.launch_options import accelerate_config
 from holmes_ext.doctor.frameworks import _start_up_code, check_script
-from holmes_ext.doctor.launch_options import accelerate_config
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.deepspeed.checkpoints import SPLIT, saved_split, tag_of

@@ -273,5 +273,5 @@ def _order_by_use(nic: Nic) -> tuple[bool, bool, int, bool, int]:
     Within each of these three, fast kinds and fast NICs come first.
     """
     lacks_address = not nic.addresses and nic.kind == "ethernet"
-    kind_rank = list(KINDS).index(nic.kind)  # KINDS has the fastest kind first
+    kind_rank = list(KINDS).index(nic.kind)
     return bool(nic.skipped), not nic.up, kind_rank, lacks_address, -nic.rate_bps

@@ -43,7 +43,7 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.cluster.sysfs.node import read_nics
 from holmes_ext.doctor import frameworks, nccl, variables
 from holmes_ext.doctor.allocation import allocated, check_nodes, for_srun, srun
-from holmes_ext.doctor.command import check_command, variables_of_command
+from holmes_ext.doctor.command.check import check_command, variables_of_command
 from holmes_ext.doctor.finding import Finding
 from holmes_ext.doctor.in_use import check_used_nics, mark_unused
 from holmes_ext.doctor.nics import check_machine

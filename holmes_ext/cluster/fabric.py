@@ -45,12 +45,13 @@ class Fabric:
     net: str = field(default="", kw_only=True)
 
     @property
-    def preference(self) -> tuple[int, bool, str]:
+    def preference(self) -> tuple[int, bool, float, str]:
         """Return a sort key that is greatest for the fabric to prefer.
 
-        The faster fabric is preferred; at equal rates RDMA goes before Ethernet.
+        The faster fabric is preferred. At equal rates RDMA goes before Ethernet, then the fabric
+        with the lower latency; the name decides between fabrics that are equal in all of these.
         """
-        return self.rate_bps, self.name != ETHERNET, self.name
+        return self.rate_bps, self.name != ETHERNET, -self.latency_s, self.name
 
 
 def is_built_in(network: str) -> bool:

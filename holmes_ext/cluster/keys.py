@@ -30,6 +30,7 @@ _LIST = "a list of texts"
 _DEFAULT_LATENCIES = ", ".join(
     f"{format_seconds(KINDS[name].latency_s)} for {name}" for name in CLUSTER_KINDS
 )
+_PLUGIN_KINDS = ", ".join(name for name, kind in KINDS.items() if kind.plugin)
 
 KEYS = (
     Key("", "version", "a number", "", "version of the file format: 2"),
@@ -115,7 +116,7 @@ KEYS = (
         "IB, or read from the plugin",
         "NCCL's name of the network that a plugin provides for the fast NICs: "
         '`"Libfabric"` (NCCL_DEBUG=INFO prints `Using network NAME`), or `"auto"`: NCCL chooses. '
-        "With the kinds efa, slingshot, gvnic, opa and plugin, the name is read from the installed plugin",
+        f"The name is read from the installed plugin for the kinds {_PLUGIN_KINDS}",
     ),
     Key(
         "[[cluster]]",

@@ -71,7 +71,9 @@ class NicKind:
         return self.layer == "InfiniBand"
 
 
-#: Kinds of NICs by name, the fastest first.
+#: Kinds of NICs by name, in the order in which `holmes discover` lists a node's NICs. If programs such as
+#: ibstat list several kinds on a node, `holmes discover` takes the first. Plans do not use the order: they
+#: compare rates, then latencies (Fabric.preference).
 KINDS: dict[str, NicKind] = {
     "ib": NicKind(
         2e-6,

@@ -99,6 +99,8 @@ class EngineTraits:
         return ability in self.features and not set(self.features[ability]) & set(off)
 
 
+#: Ways to sum gradients. "hierarchical" means every way but one ring over all ranks; ReductionSpec.across
+#: (plan/traffic.py) says how the sums of whole clusters are added up.
 FLAT, HIERARCHICAL = REDUCTIONS = "flat", "hierarchical"
 
 

@@ -35,6 +35,18 @@ def test_shared_fabric():
     assert here.shared_fabric(["c0"]).name == ETHERNET
 
 
+def test_preference_is_by_rate_then_rdma_then_latency_then_name():
+    fabrics = [
+        Fabric("a", "ib", 100, 2e-6),
+        Fabric(ETHERNET, "ethernet", 100, 0.0),
+        Fabric("y", "roce", 100, 4e-6),
+        Fabric("z", "roce", 99, 0.0),
+        Fabric("b", "ib", 100, 2e-6),
+    ]
+    from_worst = sorted(fabrics, key=lambda fabric: fabric.preference)
+    assert [fabric.name for fabric in from_worst] == ["z", ETHERNET, "y", "a", "b"]
+
+
 def test_rdma_goes_before_ethernet_at_equal_rates():
     for name in ("a", "z"):
         ports = (Port(name), Port(ETHERNET))

@@ -18,8 +18,8 @@ from sysfs_builder import dgx_a100, ports_down
 from holmes_ext.cli.main import main
 from holmes_ext.cluster.spec import load_spec, parse_spec
 from holmes_ext.doctor import frameworks as health
-from holmes_ext.doctor.command import check_command
-from holmes_ext.doctor.command_words import split_command
+from holmes_ext.doctor.command.check import check_command
+from holmes_ext.doctor.command.command_words import split_command
 from holmes_ext.doctor.nics import check_machine
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches import Feature, Patch, all_patches

@@ -6,7 +6,7 @@ import pytest
 from nics import ETHERNET, IB, ROCE
 
 from holmes_ext.cluster.node_report import NodeReport
-from holmes_ext.doctor.command import check_command
+from holmes_ext.doctor.command.check import check_command
 from holmes_ext.doctor.no_file import check_without_file
 
 DEFAULT = replace(IB, subnet_prefix="fe80:0000:0000:0000")

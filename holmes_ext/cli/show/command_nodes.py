@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from holmes_ext.cli.show.training import Training, lines_before_error, training_of
 from holmes_ext.cluster.spec import SiteSpec
-from holmes_ext.doctor.command_words import split_command
-from holmes_ext.doctor.launch import StatedNodes, stated_nodes
+from holmes_ext.doctor.command.command_words import split_command
+from holmes_ext.doctor.command.launch import StatedNodes, stated_nodes
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import some_of
 

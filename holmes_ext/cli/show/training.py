@@ -16,7 +16,7 @@ from typing import Any
 from holmes_ext.cli.show.table import Screen
 from holmes_ext.cluster.gpus import accelerator_of, misspelt_model
 from holmes_ext.cluster.spec import SiteSpec
-from holmes_ext.doctor.command_words import Command, split_command
+from holmes_ext.doctor.command.command_words import Command, split_command
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options, misspelt_flag, parse_flags
 from holmes_ext.patches import features

@@ -16,7 +16,7 @@ from typing import Any
 
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.doctor.command_words import split_command
+from holmes_ext.doctor.command.command_words import split_command
 from holmes_ext.document import parse_json
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate, format_seconds

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from holmes_ext.cluster.sources.hostfile import read_rankfile, read_slots
 from holmes_ext.cluster.sources.hostlist import expand
-from holmes_ext.doctor.command_words import SHELLS, Command
-from holmes_ext.doctor.deepspeed_hosts import ResourceError, active_hosts
-from holmes_ext.doctor.launch_options import (
+from holmes_ext.doctor.command.command_words import SHELLS, Command
+from holmes_ext.doctor.command.deepspeed_hosts import ResourceError, active_hosts
+from holmes_ext.doctor.command.launch_options import (
     DEEPSPEED,
     GPUS_ON_NODE,
     MAX_DIGITS,

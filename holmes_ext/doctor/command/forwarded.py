@@ -14,8 +14,8 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from holmes_ext.doctor.command.launch import LaunchedNodes
 from holmes_ext.doctor.finding import Finding, note, problem
-from holmes_ext.doctor.launch import LaunchedNodes
 from holmes_ext.document import read_text
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import PREFIX, names, variable

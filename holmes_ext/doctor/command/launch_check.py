@@ -13,8 +13,8 @@ from math import prod
 
 from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.doctor.command.launch import LaunchedNodes
 from holmes_ext.doctor.finding import Finding, note, problem
-from holmes_ext.doctor.launch import LaunchedNodes
 from holmes_ext.words import counted, some_of
 
 _MOST_NAMED = 4  # hosts that a finding lists

@@ -15,12 +15,10 @@ from pathlib import Path
 from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
-from holmes_ext.doctor.command_words import split_command
-from holmes_ext.doctor.finding import Finding, note, problem
-from holmes_ext.doctor.forwarded import check_forwarded
-from holmes_ext.doctor.frameworks import check_megatron_deepspeed, check_script
-from holmes_ext.doctor.launch import LaunchedNodes, read_launches
-from holmes_ext.doctor.launch_check import (
+from holmes_ext.doctor.command.command_words import split_command
+from holmes_ext.doctor.command.forwarded import check_forwarded
+from holmes_ext.doctor.command.launch import LaunchedNodes, read_launches
+from holmes_ext.doctor.command.launch_check import (
     check_gpus,
     check_launch,
     check_launchers,
@@ -28,11 +26,13 @@ from holmes_ext.doctor.launch_check import (
     started_part,
     with_own_name,
 )
-from holmes_ext.doctor.launch_options import (
+from holmes_ext.doctor.command.launch_options import (
     allocation_variables,
     exported_variables,
     gpus_on_node,
 )
+from holmes_ext.doctor.finding import Finding, note, problem
+from holmes_ext.doctor.frameworks import check_megatron_deepspeed, check_script
 from holmes_ext.doctor.no_file import check_prefix_of_job
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import PREFIX, Options, misspelt_flag, parse_flags

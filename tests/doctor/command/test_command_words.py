@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from holmes_ext.doctor.command_words import split_command
-from holmes_ext.doctor.launch import stated_nodes
+from holmes_ext.doctor.command.command_words import split_command
+from holmes_ext.doctor.command.launch import stated_nodes
 from holmes_ext.errors import HolmesError
 
 SCRIPT = "pretrain_gpt.py --num-layers 24 --bf16"

@@ -1,12 +1,12 @@
-"""doctor/forwarded.py: environment variables that a launcher does not pass to other nodes."""
+"""doctor/command/forwarded.py: environment variables that a launcher does not pass to other nodes."""
 
 import shlex
 from pathlib import Path
 
 import pytest
 
-from holmes_ext.doctor.forwarded import check_forwarded
-from holmes_ext.doctor.launch import read_launches
+from holmes_ext.doctor.command.forwarded import check_forwarded
+from holmes_ext.doctor.command.launch import read_launches
 
 ON_TWO = "mpirun -np 2 -H a:1,b:1"
 

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from holmes_ext.doctor.shell_text import has_variable, simple_commands
+from holmes_ext.doctor.command.shell_text import has_variable, simple_commands
 
 #: Text -> the words of its commands, with SIZE=8 and NAME="a b" in the environment.
 TEXTS = {

@@ -8,11 +8,15 @@ import pytest
 
 from holmes_ext.cluster.nic import Nic
 from holmes_ext.cluster.node_report import NodeReport
-from holmes_ext.doctor.command import check_command
-from holmes_ext.doctor.command_words import split_command
-from holmes_ext.doctor.launch import read_launches, stated_nodes
-from holmes_ext.doctor.launch_options import allocation_options, allocation_variables, gpus_on_node
-from holmes_ext.doctor.shell_text import batch_options, simple_commands
+from holmes_ext.doctor.command.check import check_command
+from holmes_ext.doctor.command.command_words import split_command
+from holmes_ext.doctor.command.launch import read_launches, stated_nodes
+from holmes_ext.doctor.command.launch_options import (
+    allocation_options,
+    allocation_variables,
+    gpus_on_node,
+)
+from holmes_ext.doctor.command.shell_text import batch_options, simple_commands
 
 #: Four nodes with 8 GPUs each.
 SPEC = clusters.spec("ib ib 1600Gb/s a[1-2]", "roce roce 800Gb/s b[1-2]", processes=8)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from holmes_ext.doctor.launch_options import allocation_options, allocation_variables
-from holmes_ext.doctor.shell_text import batch_options, has_variable, simple_commands
+from holmes_ext.doctor.command.launch_options import allocation_options, allocation_variables
+from holmes_ext.doctor.command.shell_text import batch_options, has_variable, simple_commands
 from holmes_ext.errors import HolmesError
 
 SHELLS = ("bash", "sh", "zsh", "dash", "ksh")

@@ -7,11 +7,11 @@ import clusters
 import pytest
 
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.doctor.command import check_command
-from holmes_ext.doctor.command_words import split_command
-from holmes_ext.doctor.launch import read_launches, stated_nodes
-from holmes_ext.doctor.launch_check import check_launch, check_launchers, started_part
-from holmes_ext.doctor.launch_options import exported_variables
+from holmes_ext.doctor.command.check import check_command
+from holmes_ext.doctor.command.command_words import split_command
+from holmes_ext.doctor.command.launch import read_launches, stated_nodes
+from holmes_ext.doctor.command.launch_check import check_launch, check_launchers, started_part
+from holmes_ext.doctor.command.launch_options import exported_variables
 
 #: Four nodes with 8 GPUs each, and a hostfile for them.
 SPEC = clusters.spec("ib ib 1600Gb/s a[1-2]", "roce roce 800Gb/s b[1-2]", processes=8)
@@ -308,7 +308,7 @@ def test_a_rankfile_with_hosts_of_the_job_by_number():
     assert "far: line 1: +n7 is no host: the job has 2 hosts" in line
 
 
-INPUTS = Path(__file__).parents[1] / "inputs"
+INPUTS = Path(__file__).parents[2] / "inputs"
 
 
 def command_findings(command, spec):
