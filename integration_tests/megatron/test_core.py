@@ -482,4 +482,4 @@ def test_the_drop_in_initializer_needs_no_flag(two_clusters):
         assert line["grid"] == line["data"] and line["grid_fabric"] == line["fabric"], line
         # One neighbour is inside the cluster, one across.
         assert set(line["pairs"]) == {line["fabric"], "ethernet"}, line
-        assert [line["chain"] for line in lines] == [line["rank"] + 1 for line in lines]
+    assert [line["chain"] for line in lines] == [line["rank"] + 1 for line in lines]
