@@ -216,13 +216,6 @@ MUTANTS = [
         CHANNEL,
     ),
     Mutant(
-        "MACs are not compared",
-        "join/sockets/channel.py",
-        "if not hmac.compare_digest(self.tag(*parts), tag):",
-        NEVER,
-        CHANNEL,
-    ),
-    Mutant(
         "frames may be of any length",
         "join/sockets/channel.py",
         "if length > longest:",

@@ -1,10 +1,9 @@
 """Connection between two processes that carries frames: JSON documents, or parts of a byte stream.
 
-    frame    payload length (4 bytes), sequence number (8), payload, tag (16)
+    frame    payload length (4 bytes), sequence number (8), payload
 
-The tag is the first half of HMAC-SHA256 over the rest of the frame (RFC 2104, section 5), with another key
-for each direction of each connection. Over TLS there is no tag, because TLS authenticates the bytes itself.
-A frame that was changed, dropped, repeated or reordered ends the connection.
+TLS encrypts and authenticates the bytes. A frame that was dropped, repeated or reordered, which only an error
+of the other end can cause, ends the connection.
 
 A document must be complete soon after its first byte: within FRAME_S seconds, and the time for its length at
 the slowest rate that a link may have (runtime/deadline.py). So nobody can keep memory with unfinished frames.
@@ -13,7 +12,6 @@ the slowest rate that a link may have (runtime/deadline.py). So nobody can keep 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import mmap
 import select
 import socket
@@ -26,7 +24,6 @@ from holmes_ext.runtime.deadline import FLOOR_BYTES_PER_S, Deadline
 
 #: Payload length, sequence number.
 _HEADER = struct.Struct("!IQ")
-_TAG_BYTES = 16
 #: Payload of a frame of a byte stream. Such a frame is checked once it is complete.
 FRAME_BYTES = 2**18
 #: Bytes that are read or written in one system call, at most.
@@ -39,7 +36,7 @@ FRAME_S = 10.0
 
 
 class BrokenFrame(ConnectionError):
-    """Error: a received frame was changed, dropped, repeated or reordered, or is no frame."""
+    """Error: a received frame was dropped, repeated or reordered, or is no frame."""
 
 
 def _reserve_nothing(count: int) -> None:
@@ -47,18 +44,10 @@ def _reserve_nothing(count: int) -> None:
 
 
 class _Direction:
-    """State of one direction of a connection that protects each message (frame) against changes.
+    """State of one direction of a connection: the number of the next frame."""
 
-    Without TLS, a frame ends with a tag: a MAC over its sequence number and content. So a changed,
-    dropped or repeated frame is detected.
-
-    Args:
-        key: Key of the MAC; None: no tags, because the connection uses TLS.
-    """
-
-    def __init__(self, key: bytes | None):
-        self._mac = hmac.new(key, digestmod="sha256") if key is not None else None
-        self._sequence = 0  # of the next frame
+    def __init__(self) -> None:
+        self._sequence = 0
 
     def header(self, length: int) -> bytes:
         """Return the header of the next frame, for a payload of `length` bytes."""
@@ -88,54 +77,21 @@ class _Direction:
         self._sequence += 1
         return length
 
-    def tag(self, *parts: bytes | bytearray | memoryview) -> bytes:
-        """Return the tag of a frame: a MAC (HMAC-SHA256) that shows whether the frame was changed.
-
-        Over TLS, which protects the bytes itself, frames have no tag: b"".
-
-        Args:
-            parts: Header and payload of the frame, in any number of parts.
-        """
-        if self._mac is None:
-            return b""
-        mac = self._mac.copy()
-        for part in parts:
-            mac.update(part)
-        return mac.digest()[:_TAG_BYTES]
-
-    def check(self, tag: bytes | bytearray, *parts: bytes | bytearray | memoryview) -> None:
-        """Raise BrokenFrame if a received tag does not fit header and payload."""
-        if not hmac.compare_digest(self.tag(*parts), tag):
-            raise BrokenFrame("a frame was changed on the way: its MAC differs")
-
-    @property
-    def tag_bytes(self) -> int:
-        """Return the length of a tag in bytes."""
-        return _TAG_BYTES if self._mac is not None else 0
-
 
 class Channel:
     """Connection that carries frames: JSON documents, and parts of a byte stream.
 
-    Without TLS, each frame ends with a tag (a MAC), which detects changes. Calls block until their
-    deadline. They raise TimeoutError then, and other OSErrors if the connection breaks.
+    Calls block until their deadline. They raise TimeoutError then, and other OSErrors if the
+    connection breaks.
 
     Args:
-        connection: TCP or TLS socket.
-        send_key: Key of the tags of sent frames; None: without tags (TLS, or not authenticated
-            yet).
-        receive_key: Key of the tags of received frames; None: without tags.
+        connection: TLS socket.
     """
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        send_key: bytes | None = None,
-        receive_key: bytes | None = None,
-    ):
+    def __init__(self, connection: socket.socket):
         self.socket = connection
-        self._sent = _Direction(send_key)
-        self._received = _Direction(receive_key)
+        self._sent = _Direction()
+        self._received = _Direction()
 
     def send(
         self,
@@ -153,7 +109,7 @@ class Channel:
         payload = pack(document)
         reserve(len(payload))
         header = self._sent.header(len(payload))
-        self._write(memoryview(header + payload + self._sent.tag(header, payload)), deadline)
+        self._write(memoryview(header + payload), deadline)
 
     def receive(
         self,
@@ -181,8 +137,6 @@ class Channel:
         longest_s = FRAME_S + length / FLOOR_BYTES_PER_S
         complete = _sooner(deadline, longest_s, f"a message of {length} bytes")
         payload = self._read_payload(length, complete, reserve)
-        tag = bytes(self._read(bytearray(self._received.tag_bytes), complete))
-        self._received.check(tag, header, payload)
         reserve(parsed_bytes(payload))
         try:
             return unpack(payload)
@@ -219,32 +173,26 @@ class Channel:
     def outgoing(self, buffers: Sequence[memoryview]) -> Iterator[memoryview]:
         """Yield what must be written to the socket, in order, to send the bytes of the buffers.
 
-        The bytes are divided into frames: a header, the payload, and a tag (without TLS).
+        The bytes are divided into frames: a header, and the payload.
         """
         for chunk in _chunks(buffers):
-            header = self._sent.header(_total_bytes(chunk))
-            yield memoryview(header)
+            yield memoryview(self._sent.header(_total_bytes(chunk)))
             yield from chunk
-            tag = self._sent.tag(header, *chunk)
-            if tag:
-                yield memoryview(tag)
 
     def incoming(self, buffers: Sequence[memoryview]) -> Iterator[memoryview]:
         """Yield, in order, the buffers to fill from the socket so that `buffers` are filled.
 
-        Headers and tags of frames need buffers, too: those come in between. The caller fills each
-        buffer before it takes the next one; after the last one of a frame, header and tag are
-        checked. The sender may have divided the data into other buffers.
+        Headers of frames need buffers, too: those come in between. The caller fills each buffer
+        before it takes the next one. The sender may have divided the data into other buffers.
 
         Args:
             buffers: Buffers for the data.
 
         Raises:
-            BrokenFrame: A frame is broken; raised after its last buffer was filled.
+            BrokenFrame: A frame is broken; raised after its header was filled.
         """
         for chunk in _chunks(buffers):
             header = bytearray(_HEADER.size)
-            tag = bytearray(self._received.tag_bytes)
             yield memoryview(header)
             length = _total_bytes(chunk)
             # The header was filled meanwhile. length_of() returns the length that it announces, and
@@ -253,9 +201,6 @@ class Channel:
             if self._received.length_of(header, longest=length) != length:
                 raise BrokenFrame("it is at other bytes")
             yield from chunk
-            if tag:
-                yield memoryview(tag)
-            self._received.check(tag, header, *chunk)
 
     def lives(self) -> bool:
         """Return whether the other end has not closed the connection, as far as this end knows.
