@@ -51,7 +51,8 @@ def test_status(capsys):
         (["serve", "--port", "70000"], "--port 70000 is not a port from 0 to 65535"),
     ],
 )
-def test_one_line(arguments, why, capsys):
+def test_one_line(arguments, why, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # where nobody has certificates
     assert main(["join", *arguments]) == 2
     err = capsys.readouterr().err
     assert why in err and err.count("\n") == 1

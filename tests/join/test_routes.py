@@ -72,7 +72,7 @@ def test_where_neither_can_be_called_the_coordinator_hands_the_bytes_on(pair):
     server, east, west = pair
     both_ways(east, west, 3_000_000)
     both_ways(east, west, 3_000_000, 2)  # over the same connection
-    east.links.drop()
+    east.links.drop(), west.links.drop()
     both_ways(east, west, 1000, 3)  # over a new one: it has a standing line again
     counted = server.relay.counted()
     assert set(counted) == {"east", "west"} and min(counted.values()) > 6_000_000
@@ -148,7 +148,7 @@ def test_who_has_the_certificate_of_another_job_is_not_let_in_by_the_relay(pair)
 def test_a_dead_standing_line_is_replaced(pair):
     _, east, west = pair
     both_ways(east, west, 10)
-    east.links.drop()
+    east.links.drop(), west.links.drop()
     west.links.routes._standby_line.cut()
     both_ways(east, west, 10, 2)
 

@@ -180,4 +180,4 @@ def test_a_choice_of_nodes_is_refused(file, capsys):
     command = ["plan", "--nodes", "4", "--from-cluster", str(file), "--model", MODEL_FILE]
     assert main([*command, "--global-batch", "64"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "have 4 or 8 processes" in line and "or plan without --nodes" in line
+    assert "have 4 or 8 processes" in line and "--nodelist LIST instead of --nodes" in line
