@@ -294,8 +294,8 @@ class Heartbeat:
         self._status = status
         self._ended = threading.Event()
         self._wake = threading.Event()
-        #: Whether a connection was opened since the last call of reconnect(): proof that the coordinator can be
-        #: reached. A heartbeat that was sent proves nothing, since it may still be in a buffer of this host.
+        #: Whether a connection was opened since the last call of reconnect(). Only this proves that the
+        #: coordinator can be reached: a heartbeat that was sent may still be in a buffer of this host.
         self.is_connected = False
         self._must_reconnect = False
         self._end_reason = ""
@@ -322,8 +322,8 @@ class Heartbeat:
     def _run(self) -> None:
         """Send heartbeats until the thread is stopped, then the last one with the reason.
 
-        _send_heartbeat() opens a connection if there is none. If it fails, it returns None: the next heartbeat tries
-        again.
+        _send_heartbeat() opens a connection if there is none. If it fails, it returns None, and the next
+        heartbeat needs a new connection.
         """
         channel: Channel | None = None
         while not self._ended.is_set():
