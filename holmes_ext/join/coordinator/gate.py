@@ -105,6 +105,7 @@ class Gate:
                 )
         if self._settings is None:
             return hello
+        # "outer": the --holmes-outer settings that must be equal in all jobs, by name.
         given = {"outer": hello.agreed.get("outer")}
         required = {"outer": self._settings.agreed()}
         if text := difference(given, required, "`holmes join serve`"):
