@@ -77,12 +77,12 @@ class Membership:
             return None
         self._refuse_if_different(name, hello)
         hello = state.make_room(name, hello)
-        # Only a job that this coordinator has not seen yet may change the number of the round. Otherwise a
-        # job could void rounds by leaving and returning again and again.
+        # Only the hello of a job that this coordinator has not seen yet may change the number of the round.
+        # Otherwise a job could void rounds by leaving and returning again and again.
         is_unknown = predecessor is None
-        # A job of an interrupted run reconnects late: new jobs have begun another run in the meantime, whose
-        # rounds are fewer. Then the interrupted run may go on in place of the new one. forget() deletes the
-        # new run's outer steps (commits), which say what versions of the weights are valid.
+        # If a job of an interrupted run reconnects late, new jobs may have begun another run in the meantime,
+        # which is in an earlier round. The interrupted run then goes on in place of the new one. forget()
+        # deletes the new run's outer steps (commits), which say what versions of the weights are valid.
         is_ahead = hello.entered and hello.round > state.number
         if is_unknown and is_ahead and self._replaces_current_run(name, now):
             self._rounds.forget()
