@@ -122,8 +122,9 @@ def is_loopback_address(address: str) -> bool:
 def without_loopback(document: dict[str, Any]) -> dict[str, Any]:
     """Return a message about a job's ranks with "" (it cannot be called) for each loopback address.
 
-    The coordinator changes the description of a job on another host in this way, and what it says to
-    a job on another host. There, the loopback address would lead to a process of the caller's own host.
+    A loopback address such as 127.0.0.1:7000 is of use only on its own host: on any other host, it leads
+    to a process of that host. So the coordinator changes all messages between itself and jobs on other
+    hosts in this way: each hello that it receives from them, and each reply that it sends to them.
 
     Args:
         document: A hello, or the reply to a request for the shard maps. Its list `addresses` has the

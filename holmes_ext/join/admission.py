@@ -54,28 +54,35 @@ def admit(
         HolmesError: The coordinator was not reached or refuses the job, or --holmes-outer
             contradicts the settings of the run.
     """
-    given = options.value("outer")
+    outer_text = options.value("outer")
     certificate_file = options.value("join_certificate")
     ports = port_range(options.value("join_ports"), options.value("join_address"), environ)
-    timeout_s = parse_outer(given).timeout
+    timeout_s = parse_outer(outer_text).timeout
+    # The coordinator may be started after this job: rank 0 calls it again and again until this deadline.
     deadline = Deadline(2 * timeout_s + _EXTRA_S, "the coordinator")
 
     def on_rank_0() -> dict[str, Any]:
-        """Return the certificate and the settings as a document for the other ranks."""
-        kept: JobCertificate | None = None
+        """Return the job's certificate and the settings of its run, as a document for all ranks.
+
+        With --holmes-join-certificate, the certificate in it is None: each rank reads that file itself.
+        """
+        certificate: JobCertificate | None = None
         if certificate_file:
             credentials = _site_credentials(options)
         else:
             invitation = options.value("join_invitation")
-            kept = _retried(
+            certificate = _repeat_until_reached(
                 lambda: obtain_certificate(address, invitation, environ, deadline),
                 address,
                 deadline,
             )
-            credentials = kept.credentials()
+            credentials = certificate.credentials()
         place = JoinPlace(address, credentials, ports)
-        settings = _retried(lambda: _settings_of_run(place, deadline), address, deadline)
-        return {"certificate": kept and asdict(kept), "settings": settings}
+        settings = _repeat_until_reached(
+            lambda: _settings_of_run(place, deadline), address, deadline
+        )
+        fields = None if certificate is None else asdict(certificate)
+        return {"certificate": fields, "settings": settings}
 
     answer = job_ranks.run_on_all_ranks(lambda: on_rank_0() if job_ranks.rank == 0 else None)
     answer = job_ranks.broadcast_from_rank_0(answer)
@@ -85,7 +92,8 @@ def admit(
             credentials = _site_credentials(options)
         else:
             credentials = JobCertificate(**answer["certificate"]).credentials()
-        return Admission(JoinPlace(address, credentials, ports), _merged(answer["settings"], given))
+        settings = _settings_of_job(answer["settings"], outer_text)
+        return Admission(JoinPlace(address, credentials, ports), settings)
 
     admission: Admission = job_ranks.run_on_all_ranks(on_this_rank)
     return admission
@@ -96,7 +104,12 @@ def _site_credentials(options: Options) -> Credentials:
 
 
 def _settings_of_run(place: JoinPlace, deadline: Deadline) -> dict[str, Any] | None:
-    """Return the settings of the run, as the coordinator has them; None: those of its first job."""
+    """Return the settings that the coordinator requires of all jobs (`holmes join serve --outer`).
+
+    Returns:
+        None if the coordinator requires none. Then the first job that joins brings the settings of the run,
+        and the coordinator refuses later jobs that differ from it.
+    """
     purpose = {
         "purpose": SETTINGS,
         "job": place.address.job,
@@ -111,24 +124,25 @@ def _settings_of_run(place: JoinPlace, deadline: Deadline) -> dict[str, Any] | N
         channel.close()
 
 
-def _merged(settings: dict[str, Any] | None, given: str) -> OuterSettings:
-    """Return the settings of this job: those of the run, and its own ones.
+def _settings_of_job(run_settings: dict[str, Any] | None, outer_text: str) -> OuterSettings:
+    """Return the settings of this job: those of the run, with the job's own `timeout` and `part`.
 
     Args:
-        settings: Settings of the run; None: those of its first job, so this job's own.
-        given: Value of --holmes-outer.
+        run_settings: Settings that the coordinator requires of all jobs. None: it requires none, so this
+            job joins with the settings of its --holmes-outer.
+        outer_text: Value of the job's --holmes-outer.
 
     Raises:
         HolmesError: Both contradict each other, or the settings cannot be read.
     """
-    if settings is None:
-        return parse_outer(given)
+    if run_settings is None:
+        return parse_outer(outer_text)
     source = "settings of `holmes join serve` (install the same holmes_ext)"
-    return merge_settings(Table(settings, source).into(OuterSettings), given)
+    return merge_settings(Table(run_settings, source).into(OuterSettings), outer_text)
 
 
-def _retried(call: Callable[[], T], address: JoinAddress, deadline: Deadline) -> T:
-    """Return the result of a call to the coordinator, which is repeated while that is not reached.
+def _repeat_until_reached(call: Callable[[], T], address: JoinAddress, deadline: Deadline) -> T:
+    """Return the result of a call to the coordinator, repeated until the coordinator is reached.
 
     Raises:
         HolmesError: The coordinator was not reached before the deadline, or the call raised one.

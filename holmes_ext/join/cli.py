@@ -203,9 +203,10 @@ def _serve(args: argparse.Namespace) -> int:
             state folder.
     """
     _check_port(args)
+    # Forwards bytes between ranks that cannot reach each other, up to the limit of --relay.
     relay = PeerRelay(_relay_bytes(args.relay), _log)
     settings = _run_settings(args.outer)
-    of_site = _site_credentials(args)
+    site_credentials = _site_credentials(args)  # None: the run has a CA of its own
     _raise_file_limit()  # each rank behind NAT keeps a connection to the coordinator
     # Installed extensions may contribute services that run beside the coordinator, such as metrics.
     services = list(extensions.objects("join_services").values())
@@ -213,9 +214,9 @@ def _serve(args: argparse.Namespace) -> int:
 
         def open_run(port: int) -> ServedRun:
             folder = RunFolder.of_port(os.environ, port)
-            folder.make(with_authority=False)
+            folder.make(with_authority=False)  # served() makes the run's CA, if it needs one
             running.enter_context(folder.serving())  # there is one coordinator for a folder
-            return folder.served(of_site)
+            return folder.served(site_credentials)
 
         server = CoordinatorServer(
             args.host, args.port, open_run, _log, relay, services=services, settings=settings
@@ -229,7 +230,7 @@ def _serve(args: argparse.Namespace) -> int:
             f"holmes: settings of the run: {args.outer or 'the defaults (--outer changes them)'}",
             flush=True,
         )
-        if of_site is None:
+        if site_credentials is None:
             print(
                 f"holmes: jobs on other hosts need `holmes join invite NAME{_port_flag(server.port)}"
                 " --output FILE`",
@@ -343,7 +344,17 @@ def _relay_bytes(gigabytes: str) -> int | None:
 
 
 def _site_credentials(args: argparse.Namespace) -> Credentials | None:
-    """Return the credentials that --certificate and --ca name; None: neither is given."""
+    """Return the credentials in the files of --certificate and --ca.
+
+    These flags are for a site (an organization) that has a CA of its own: its CA signs the certificates,
+    not the CA that `holmes join serve` makes for each run.
+
+    Returns:
+        None if neither flag is given.
+
+    Raises:
+        HolmesError: Only one of the two is given, or the files cannot be used.
+    """
     if bool(args.certificate) != bool(args.ca):
         raise HolmesError("holmes join: give both --certificate and --ca, or none")
     return Credentials.of_site(args.certificate, args.ca) if args.certificate else None
@@ -357,9 +368,9 @@ def _status_credentials(args: argparse.Namespace, host: str, port: int) -> Crede
     Raises:
         HolmesError: There are none.
     """
-    of_site = _site_credentials(args)
-    if of_site is not None:
-        return of_site
+    site_credentials = _site_credentials(args)
+    if site_credentials is not None:
+        return site_credentials
     run = run_on_this_host(JoinAddress("", host, port), os.environ)
     if run is not None:
         return run.credentials()

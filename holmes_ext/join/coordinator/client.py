@@ -117,11 +117,11 @@ class CoordinatorClient:
         while not deadline.passed:
             try:
                 if self._channel is None:
-                    self._channel = self._early_channel() or self.connect("job", deadline)
+                    self._channel = self._take_early_channel() or self.connect("job", deadline)
                     self._said_hello = False
                 if not self._said_hello:
                     self._say_hello(deadline)
-                    continue  # the coordinator may want to see the hello again before any other request
+                    continue  # if the reply was "wait", `_said_hello` is False: repeat the hello first
                 reply = self._exchange({"op": op, **document}, deadline)
                 verdict = reply.get("verdict")
                 if verdict == "hello":  # the coordinator was restarted, or has given up the job
@@ -136,13 +136,13 @@ class CoordinatorClient:
                 # An impostor at the coordinator's address must not end training, nor stall it for long.
                 reason = str(error)
                 deadline = deadline.part(_IMPOSTOR_S, deadline.operation)
-                self._reconnect_later(deadline)
+                self._disconnect_and_pause(deadline)
             except Refused:
                 self._drop()
                 raise
             except OSError as error:
                 reason = why(error)
-                self._reconnect_later(deadline)
+                self._disconnect_and_pause(deadline)
         address = address_text(self._place.address.host, self._place.address.port)
         raise TimeoutError(
             f"the coordinator at {address} did not answer {op!r} in {seconds:.3g} s ({reason})"
@@ -150,7 +150,12 @@ class CoordinatorClient:
 
     @property
     def is_away(self) -> bool:
-        """Return whether the heartbeat thread, told by look_again(), has not reached the coordinator yet."""
+        """Return whether the coordinator has not been reached since the last call of look_again().
+
+        look_again() makes the heartbeat thread open a new connection. From that call on, the coordinator
+        counts as away until the connection is open. The same holds from the start of the thread to its first
+        connection. Without a heartbeat thread, the coordinator never counts as away.
+        """
         return self._heartbeat is not None and not self._heartbeat.is_connected
 
     def look_again(self) -> None:
@@ -204,8 +209,13 @@ class CoordinatorClient:
         part = deadline.part(HANDSHAKE_S, "the coordinator's handshake")
         return self._place.call({"purpose": purpose, **identity}, part)
 
-    def _early_channel(self) -> Channel | None:
-        """Return the connection that connect_early() has opened, once; None if there is none."""
+    def _take_early_channel(self) -> Channel | None:
+        """Return the connection that connect_early() opens, after waiting until it is open.
+
+        Returns:
+            None if connect_early() was not called, or could not connect. Later calls return None, too: the
+            connection belongs to the first caller.
+        """
         first_channel = self._first_channel
         self._first_channel = None
         if first_channel is None or first_channel.exception() is not None:
@@ -254,7 +264,8 @@ class CoordinatorClient:
                 self.salt = RoundSalt(number, salt)
         return reply
 
-    def _reconnect_later(self, deadline: Deadline) -> None:
+    def _disconnect_and_pause(self, deadline: Deadline) -> None:
+        """Close the connection, and wait a moment before ask() opens another one."""
         self.answers = False
         self._drop()
         time.sleep(min(_RETRY_S, deadline.left))
@@ -271,8 +282,9 @@ class Heartbeat:
     It has its own connection, because requests may block until other jobs are ready.
 
     Args:
-        connect: Opens a connection to the coordinator before a deadline.
-        status: Returns the telemetry that each heartbeat contains.
+        connect: Opens an authenticated connection to the coordinator before a deadline. Called for the
+            first heartbeat, and whenever the last connection was lost.
+        status: Returns the telemetry that each heartbeat contains: name -> value, such as `step`.
     """
 
     def __init__(
@@ -282,8 +294,8 @@ class Heartbeat:
         self._status = status
         self._ended = threading.Event()
         self._wake = threading.Event()
-        #: Whether a connection was opened since the last call of reconnect(). A heartbeat that was sent shows
-        #: less: it may be in a buffer of this host.
+        #: Whether a connection was opened since the last call of reconnect(). Only this proves that the
+        #: coordinator can be reached: a heartbeat that was sent may still be in a buffer of this host.
         self.is_connected = False
         self._must_reconnect = False
         self._end_reason = ""
@@ -308,27 +320,31 @@ class Heartbeat:
         self._thread.join(_LAST_S)
 
     def _run(self) -> None:
-        """Send heartbeats until the thread is stopped, then the last one with the reason."""
+        """Send heartbeats until the thread is stopped, then the last one with the reason.
+
+        _send_heartbeat() opens a connection if there is none. If it fails, it returns None, and the next
+        heartbeat needs a new connection.
+        """
         channel: Channel | None = None
         while not self._ended.is_set():
             if self._must_reconnect and channel is not None:
                 channel.close()
                 channel = None
             self._must_reconnect = False
-            channel = self._beat(channel)
+            channel = self._send_heartbeat(channel)
             self._wake.wait(HEARTBEAT_S)
             self._wake.clear()
         if channel is not None and self._end_reason:
-            channel = self._beat(channel, ends=self._end_reason)
+            channel = self._send_heartbeat(channel, ends=self._end_reason)
         if channel is not None:
             channel.close()
 
-    def _beat(self, channel: Channel | None, **more: str) -> Channel | None:
+    def _send_heartbeat(self, channel: Channel | None, **further_keys: str) -> Channel | None:
         """Send a heartbeat, on a new connection if there is none.
 
         Args:
             channel: Connection of the previous heartbeat, if it still works.
-            more: Further keys of the heartbeat, such as `ends`, the reason why the job ends.
+            further_keys: Added to the telemetry, such as `ends`, the reason why the job ends.
 
         Returns:
             The connection for the next heartbeat; None if sending failed.
@@ -337,8 +353,10 @@ class Heartbeat:
         try:
             if channel is None:
                 channel = self._connect(deadline)
+                # Another thread may have called reconnect() while this connection was opened. Then the
+                # connection may be older than that call, and the next heartbeat opens another one.
                 self.is_connected = not self._must_reconnect
-            channel.send({**self._status(), **more}, deadline)
+            channel.send({**self._status(), **further_keys}, deadline)
             return channel
         except (OSError, HolmesError):
             if channel is not None:

@@ -80,7 +80,11 @@ class FailedPairs:
         self._separations: dict[Pair, _Separation] = {}
 
     def relay(self, pairs: Iterable[Pair], now: float) -> None:
-        """Let pairs use the relay from now on."""
+        """Let pairs use the coordinator's relay from now on, for a while.
+
+        Afterwards a pair uses its direct connection again. If that fails again soon, the pair is relayed for
+        longer than the last time: first for a minute, then for 4, 16, and at most 60 minutes.
+        """
         self._forget_old(now)
         for pair in pairs:
             lasts_s = FIRST_RELAYED_S
@@ -89,7 +93,10 @@ class FailedPairs:
             self._relayed[pair] = _Relaying(until=now + lasts_s, lasts_s=lasts_s)
 
     def separate(self, failures: Failures, lost_s: float, now: float) -> None:
-        """Keep pairs apart that have failed over the relay, too.
+        """Keep pairs apart for a while that have failed over the relay, too: no round has both jobs.
+
+        This lasts ten times as long as the failed attempts. If they took 30 s, the two jobs do not meet
+        for 300 s.
 
         Args:
             failures: The pairs, and who reported each.
@@ -97,9 +104,11 @@ class FailedPairs:
             now: Current time, in seconds.
         """
         self._forget_old(now)
+        end = now + _APART_FACTOR * lost_s
         for pair, reporters in failures.items():
-            self._relayed.pop(pair, None)  # the next attempt is a direct one again
-            self._separations[pair] = _Separation(reporters, until=now + _APART_FACTOR * lost_s)
+            # When the two meet again, they first try a direct connection.
+            self._relayed.pop(pair, None)
+            self._separations[pair] = _Separation(reporters, until=end)
 
     def relayed(self, names: Collection[str], now: float) -> set[Pair]:
         """Return the pairs of these jobs that use the relay."""
@@ -110,7 +119,10 @@ class FailedPairs:
         }
 
     def apart(self, names: Collection[str], now: float) -> Failures:
-        """Return the pairs of these jobs that must not meet in a round now, and who reported each."""
+        """Return the pairs of these jobs that must not be in the same round, and who reported each.
+
+        They could not exchange data over the relay either, and are kept apart for a while (separate()).
+        """
         return {
             pair: separation.reporters
             for pair, separation in self._separations.items()
@@ -122,7 +134,11 @@ class FailedPairs:
         return frozenset((first, second)) in self._separations
 
     def _forget_old(self, now: float) -> None:
-        # A pair whose direct connection has worked for as long as it was relayed before begins anew.
+        """Forget the pairs whose time apart is over, and those whose direct connection works again.
+
+        The latter are forgotten once they have not failed for as long as they were relayed before. So if
+        such a pair fails later, relay() begins with the shortest time again.
+        """
         self._relayed = {
             pair: relaying
             for pair, relaying in self._relayed.items()
@@ -137,18 +153,18 @@ class FailedPairs:
 
 @dataclass(frozen=True)
 class _Relaying:
-    """Until when a pair uses the relay, and for how many seconds in all."""
+    """Period in which a pair of jobs exchanges data over the coordinator's relay."""
 
-    until: float
-    lasts_s: float
+    until: float  # time at which it ends
+    lasts_s: float  # its length in seconds, from which relay() computes that of the next one
 
 
 @dataclass(frozen=True)
 class _Separation:
-    """Until when a pair is kept apart, and which of its jobs reported the failure."""
+    """Period in which no round may have both jobs of a pair, because they could not exchange data."""
 
-    reporters: frozenset[str]
-    until: float
+    reporters: frozenset[str]  # those of the two jobs that reported this: one or both
+    until: float  # time at which it ends
 
 
 def fewest_to_drop(pairs: Iterable[Pair], by_preference: Iterable[str]) -> set[str]:
@@ -213,7 +229,14 @@ class _CoverSearch:
 
 
 def _disjoint_pairs(neighbours: Mapping[str, set[str]]) -> int:
-    """Return a number of pairs without a common job; a cover needs one job for each of them."""
+    """Return a lower bound on the number of jobs in a vertex cover (a set with a job of each pair).
+
+    It is the number of pairs without a common job that a greedy search finds. No job is in two of these
+    pairs, so a cover needs a different job for each of them, and perhaps more jobs for the other pairs.
+
+    Args:
+        neighbours: Job -> the jobs with which it forms a pair.
+    """
     used: set[str] = set()
     count = 0
     for name, others in neighbours.items():

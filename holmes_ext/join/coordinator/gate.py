@@ -67,14 +67,25 @@ class Gate:
     def redeem_reply(self, purpose: Purpose) -> dict[str, Any]:
         """Return the reply to a job that shows its invitation: its certificate.
 
+        Args:
+            purpose: What the job sent in the handshake: its name `job`, the `secret` of its invitation, and
+                `request`, a certificate request (PKCS #10, PEM) with the public part of its key.
+
         Raises:
             HolmesError: The invitation is not valid.
         """
-        job, secret, request = (str(purpose.get(key, "")) for key in ("job", "secret", "request"))
-        return self._run.folder.redeem(job, secret, request)._asdict()
+        job = str(purpose.get("job", ""))
+        secret = str(purpose.get("secret", ""))
+        certificate_request = str(purpose.get("request", ""))
+        return self._run.folder.redeem(job, secret, certificate_request)._asdict()
 
     def admit_hello(self, identity: JobIdentity, hello: Hello, present: Iterable[str]) -> Hello:
-        """Return the hello of a job with the settings of the run.
+        """Return the hello of a job with the run's `min`, after checking its certificate and settings.
+
+        Only the settings of --holmes-outer are checked here, and only if the coordinator requires some.
+        The rest of `hello.agreed`, such as the model, is compared with the other jobs' later
+        (membership.py). `min`, the least number of jobs, is never compared: the run's value replaces the
+        job's.
 
         Args:
             identity: The job.
@@ -94,6 +105,7 @@ class Gate:
                 )
         if self._settings is None:
             return hello
+        # "outer": the --holmes-outer settings that must be equal in all jobs, by name.
         given = {"outer": hello.agreed.get("outer")}
         required = {"outer": self._settings.agreed()}
         if text := difference(given, required, "`holmes join serve`"):
@@ -101,15 +113,26 @@ class Gate:
         return replace(hello, min=self._settings.min)
 
     def record(self, identity: JobIdentity, members: Iterable[str]) -> None:
-        """Remember the certificate of a job that has said hello, and forget those of forgotten jobs."""
+        """Remember the certificate of a job whose hello was accepted.
+
+        Args:
+            identity: The job, with its certificate.
+            members: Names of all jobs that the coordinator still lists, this one included. The certificates
+                of jobs that it has deleted from its list are forgotten here, too.
+        """
         known = {**self._certificates, identity.job: identity.certificate}
         self._certificates = {name: known[name] for name in members if name in known}
 
     def revoked_since(self) -> frozenset[str] | None:
-        """Return the list of revoked certificates; None if it has not changed since the last call.
+        """Return the list of revoked certificates, if `holmes join revoke` has changed it.
+
+        Returns:
+            The whole list from the state folder. None if the folder has not changed since the last call,
+            or if its list equals the one in force (`credentials.revoked`).
 
         Raises:
-            HolmesError: The list cannot be read. The list that was read last stays valid.
+            HolmesError: The list cannot be read. The list in force stays valid, and the next calls return
+                None until the folder changes again.
             OSError: The same.
         """
         folder = self._run.folder
@@ -121,7 +144,14 @@ class Gate:
         return entries if entries != self.credentials.revoked else None
 
     def is_revoked(self, job: str, entries: frozenset[str]) -> bool:
-        """Return whether the certificate of a job that has said hello is in a list of revoked ones."""
+        """Return whether a list of revoked certificates has the certificate or the name of a job.
+
+        Args:
+            job: Name of the job. If this coordinator has accepted no hello of it, its certificate is
+                unknown here, and only its name is looked up.
+            entries: The list. An entry is "sha256:" and the hash of a certificate, or "name:" and the name
+                of a job.
+        """
         certificate = BY_FINGERPRINT + self._certificates.get(job, "")
         return certificate in entries or BY_NAME + job in entries
 

@@ -241,8 +241,9 @@ class LockStepRounds:
     def _begin(self, round_state: RoundState, now: float) -> None:
         """Begin the exchange between the ready jobs whose weights agree with the majority's.
 
-        The other ready jobs are `behind`: they have to take the weights from another job first. The round is
-        void if too few pseudo-gradients count.
+        The other ready jobs are `behind`: they have to take the weights from another job first. Members that
+        failed to exchange data with each other lately are not in the same round: one of them is left out.
+        begin_exchange() voids the round if too few pseudo-gradients count.
 
         Args:
             round_state: A round that has not begun.
@@ -252,9 +253,11 @@ class LockStepRounds:
         reported = [state.members[name] for name in round_state.ready_reports]
         ready = [member for member in reported if member.state == "in"]
         ready.sort(key=lambda member: member.order)
+        # The jobs that exchange data in this round; `ready` also has those that cannot take part now.
         members = self._with_valid_weights(round_state, ready)
+        # The fewest members without which all others can exchange data with each other.
         left_out = state.jobs_to_leave_out(members, now)
-        if two_are_apart(members, left_out):
+        if two_are_apart(members, left_out):  # the round has no other members than such a pair
             names = " and ".join(sorted(member.name for member in members))
             self._rounds.void(round_state, f"jobs {names} are here, but cannot exchange data")
             return
@@ -266,6 +269,7 @@ class LockStepRounds:
         # This call also writes the jobs that are left out, with the reasons, to
         # round_state.left_out.
         weights = weights_in_sum(round_state, ranks, outer_settings(members), usual_norms)
+        # Voids the round if `weights` has fewer jobs than half of `ready`, or than their setting `min`.
         has_begun = self._rounds.begin_exchange(round_state, members, weights, ready, now)
         if has_begun:
             for name, why in round_state.left_out.items():

@@ -50,6 +50,9 @@ class Membership:
     def hello(self, name: str, incarnation: str, hello: Hello, now: float) -> Reply | None:
         """Accept a job that is new, or that reconnects after it or the coordinator was lost.
 
+        A coordinator that was restarted has lost the number of the last round. It learns this number from
+        the hellos of the jobs that reconnect (`hello.entered`: the job has begun to train already).
+
         Args:
             name: Name of the job.
             incarnation: Identifies this start of the job.
@@ -74,12 +77,12 @@ class Membership:
             return None
         self._refuse_if_different(name, hello)
         hello = state.make_room(name, hello)
-        # A job that this coordinator has seen before learns the round from it, and cannot change it: so a
-        # member that leaves and returns again and again voids no rounds.
+        # Only the hello of a job that this coordinator has not seen yet may change the number of the round.
+        # Otherwise a job could void rounds by leaving and returning again and again.
         is_unknown = predecessor is None
-        # After a restart of this coordinator, new jobs may have begun a run from their initial weights. If a
-        # job of the older run, which is in a later round, reconnects now, the older run goes on. forget()
-        # drops the newer run's outer steps (commits): they would decide what versions of weights are valid.
+        # If a job of an interrupted run reconnects late, new jobs may have begun another run in the meantime,
+        # which is in an earlier round. The interrupted run then goes on in place of the new one. forget()
+        # deletes the new run's outer steps (commits), which say what versions of the weights are valid.
         is_ahead = hello.entered and hello.round > state.number
         if is_unknown and is_ahead and self._replaces_current_run(name, now):
             self._rounds.forget()
@@ -151,17 +154,18 @@ class Membership:
             member.telemetry = telemetry
 
     def look(self, now: float) -> None:
-        """Mark the jobs as gone that have been silent for longer than their timeout.
+        """Mark the jobs as gone that have sent no heartbeat for longer than their timeout.
 
-        A job cannot be missed for longer than the others' timeouts allow, whatever timeout it has.
+        A job sets its timeout itself, so a longer one than the median of all jobs' timeouts counts as that
+        median. A timeout shorter than three heartbeats counts as three heartbeats.
         """
         present = self._state.present()
         if not present:
             return
-        usual_timeout_s = patience_s(present)
+        median_timeout_s = patience_s(present)
         for member in present:
             silent_s = now - member.last_heartbeat
-            timeout_s = min(member.hello.timeout, usual_timeout_s)
+            timeout_s = min(member.hello.timeout, median_timeout_s)
             timeout_s = max(timeout_s, _FREE_HEARTBEATS * HEARTBEAT_S)
             if member.state != "gone" and silent_s > timeout_s:
                 self.gone(member.name, member.incarnation, f"nothing heard for {silent_s:.0f} s")

@@ -160,7 +160,7 @@ class PeerRelay:
                 `address`, and the id `call` of this call.
         """
         key = _key(purpose.get("to_job"), purpose.get("to"), purpose.get("to_rank"))
-        question = {  # what the rank learns about the caller
+        announcement = {  # message to the called rank, about the caller
             name: str(purpose.get(name, ""))[:_LONGEST_VALUE]
             for name in ("call", "job", "incarnation", "address")
         }
@@ -169,8 +169,9 @@ class PeerRelay:
         # _take_line() waits for the rank's standby line; None: there is none by the deadline.
         while (line := self._take_line(key, deadline)) is not None:
             if is_elsewhere or not shares_host(line.channel.socket):
-                question = _without_loopback(question)
-            answer = _call_on(line, question)  # the rank's: "reversed" or "relay"; "": line is dead
+                announcement = _without_loopback(announcement)
+            # The rank's answer: "reversed" or "relay"; "": the line is dead.
+            answer = _call_on(line, announcement)
             if answer:
                 break
             line.over.set()  # the line was dead; the rank may open another one before the deadline
@@ -214,10 +215,12 @@ class PeerRelay:
         return self._limit_bytes - sum(self._bytes.values())
 
     def _forward(self, caller: Channel, job: str, line: _Line) -> None:
-        """Forward bytes between a caller and the rank of a standby line until both have ended.
+        """Forward bytes between a caller and the rank that it calls, until both have ended.
 
-        The two ranks encrypt the bytes end to end, with a TLS handshake of their own. The caller
-        gets an error instead if MOST_PAIRS pairs are open, or the limit of bytes is reached.
+        The called rank accepts no connections from outside, so it has opened one to the coordinator in
+        advance: its standby line, which carries the bytes from now on. The two ranks encrypt the bytes end
+        to end, with a TLS handshake of their own. The caller gets an error instead if MOST_PAIRS pairs are
+        open, or the limit of bytes is reached.
 
         Args:
             caller: The caller's connection.
@@ -352,25 +355,30 @@ def _key(job: object, incarnation: object, rank: object) -> str:
     return " ".join(str(part)[:64] for part in (job, incarnation, rank))
 
 
-def _without_loopback(question: dict[str, str]) -> dict[str, str]:
-    """Return what is announced about a caller, without its address if that is a loopback address.
+def _without_loopback(announcement: dict[str, str]) -> dict[str, str]:
+    """Return the message about a caller for the rank that it calls, without a loopback address.
 
-    On another host, the address would lead the called rank to a process of its own host.
+    The rank would try to connect to the caller's address. If that is a loopback address (127.0.0.1:7000) and
+    the two are on different hosts, it leads to a process on the rank's own host.
     """
-    if is_loopback_address(question["address"]):
-        return {**question, "address": ""}
-    return question
+    if is_loopback_address(announcement["address"]):
+        return {**announcement, "address": ""}
+    return announcement
 
 
-def _call_on(line: _Line, question: Mapping[str, str]) -> str:
+def _call_on(line: _Line, announcement: Mapping[str, str]) -> str:
     """Announce a call on a standby line, an idle connection of a rank that cannot be called.
+
+    Args:
+        line: Standby line of the called rank.
+        announcement: Message about the caller: its job, incarnation and address, and the id of the call.
 
     Returns:
         The rank's answer: "reversed" (it has called the caller instead) or "relay" (the coordinator
         must forward the bytes); "" if the connection is dead.
     """
     try:
-        line.channel.send(dict(question), Deadline(_TELL_S, "a call"))
+        line.channel.send(dict(announcement), Deadline(_TELL_S, "a call"))
         deadline = Deadline(ANSWER_S, "an answer to a call")
         return str(line.channel.receive(deadline, _LONGEST_ANSWER).get("answer"))
     except OSError:

@@ -131,15 +131,21 @@ class RollingRounds:
         # Jobs with the valid weights; all of them take the outer step, whether they contribute or not.
         candidates = [member for member in active if member.is_up_to_date]
         candidates.sort(key=lambda member: member.order)
-        left_out = self._state.jobs_to_leave_out(candidates, now)  # because of failed pairs
+        # The fewest jobs without which all others can exchange data with each other (failed_pairs.py).
+        left_out = self._state.jobs_to_leave_out(candidates, now)
+        # Of two jobs that cannot exchange data, neither may go on alone: there is no round.
         if not candidates or two_are_apart(candidates, left_out):
             return
         members = [member for member in candidates if member.name not in left_out]
-        electorate = self._electorate(now)
-        quorum = least_jobs(electorate)
+        # Unlike the candidates, these jobs may have outdated weights, or not have asked again since their
+        # last round: half of them are the quorum, so that few active jobs cannot begin a round alone.
+        heard_recently = self._heard_recently(now)
+        quorum = least_jobs(heard_recently)
         # Jobs that may still offer the fragment.
         expected = [
-            member for member in electorate if member.is_up_to_date and member.name not in left_out
+            member
+            for member in heard_recently
+            if member.is_up_to_date and member.name not in left_out
         ]
         self._record_offer_times(members, now)
         by_first_offer = sorted(self._first_offer_times, key=self._first_offer_times.__getitem__)
@@ -175,21 +181,22 @@ class RollingRounds:
             return False
         return now - request_time < _ACTIVE_S
 
-    def _electorate(self, now: float) -> list[Member]:
-        """Return the jobs of which half make a quorum: those that were heard recently.
+    def _heard_recently(self, now: float) -> list[Member]:
+        """Return the jobs that were heard recently; a quorum is half of them, or more (least_jobs).
 
-        These are the active jobs, those that have just joined, and those whose last round has just ended:
-        otherwise the first job that asks after it would be alone.
+        These are the jobs with a recent request, those that joined recently, and the members of the last
+        round if it ended recently. The members send no requests for a next round during a round. If they
+        were missing here, the first one to ask after the round would be the only job, and so a quorum.
         """
         last_round = self._state.rounds.get(self._state.number)
-        electorate = []
+        jobs = []
         for member in self._state.members.values():
             heard = max(member.since, self._request_times.get(member.name, member.since))
             if last_round is not None and member.name in last_round.members:
                 heard = max(heard, last_round.last_report)
             if member.state == "in" and now - heard < _ACTIVE_S:
-                electorate.append(member)
-        return electorate
+                jobs.append(member)
+        return jobs
 
     def _grace_s(self, fragment: int, contributors: Sequence[Member]) -> float:
         """Return how long a round waits for further jobs once enough jobs are there, in seconds.
@@ -213,7 +220,7 @@ class RollingRounds:
         fragment: int,
         contributors: Sequence[Member],
         members: Sequence[Member],
-        electorate: Sequence[Member],
+        candidates: Sequence[Member],
         now: float,
     ) -> None:
         """Begin a round of a fragment, or void it at once if too few pseudo-gradients are usable.
@@ -226,7 +233,8 @@ class RollingRounds:
             contributors: Jobs that send their pseudo-gradients.
             members: All active jobs whose model weights are up to date, contributors or not. They
                 receive the sum of the pseudo-gradients.
-            electorate: The members, and the jobs that are left out because of failed pairs.
+            candidates: The members, and the jobs that are left out because of failed pairs. At least half
+                of these must contribute usable pseudo-gradients.
             now: Current time, in seconds.
         """
         round_state = self._rounds.open(self._state.number + 1, fragment, now)
@@ -247,7 +255,7 @@ class RollingRounds:
         # Job -> factor of its pseudo-gradient in the sum (not normalized). Jobs with an unusable
         # pseudo-gradient are missing.
         factors = weights_in_sum(round_state, ranks, outer_settings(contributors), usual_norms)
-        has_begun = self._rounds.begin_exchange(round_state, members, factors, electorate, now)
+        has_begun = self._rounds.begin_exchange(round_state, members, factors, candidates, now)
         # If too few of the pseudo-gradients count, the round is void and the offers stay, for a
         # later round. Otherwise forget since when this fragment was offered, by any job and by
         # enough jobs: both times determine when a round begins.

@@ -55,13 +55,16 @@ class Rounds:
     ) -> bool:
         """Begin the exchange of pseudo-gradients, or void the round if too few of them count.
 
+        Only jobs in `weights` count. There must be at least half as many as in `electorate`, and as many as
+        its jobs' setting `min` says (least_jobs). Of an electorate of 5 with min=2, at least 3 must count.
+
         Args:
             round_state: The round.
             members: Jobs that take part.
             weights: Member -> weight of its pseudo-gradient in the sum, not normalized; members without
                 a weight only receive.
-            electorate: Jobs that are ready for the round; at least half of them, and their setting `min`,
-                must count.
+            electorate: Jobs that are ready for the round: the members, and jobs that cannot take part now,
+                for example because of outdated weights.
             now: Current time, in seconds.
 
         Returns:
@@ -72,7 +75,7 @@ class Rounds:
             member.name: weights.get(member.name, 0.0) / total for member in members
         }
         round_state.electorate = {member.name for member in electorate}
-        least_contributors = least_jobs(electorate)
+        least_contributors = least_jobs(electorate)  # the jobs that count: those with a weight
         if weights and len(weights) >= least_contributors:
             round_state.relayed = self._state.failed_pairs.relayed(round_state.members, now)
             round_state.attempt = 1  # the members get "go"

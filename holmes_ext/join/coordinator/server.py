@@ -190,9 +190,10 @@ class CoordinatorServer:
     def _serve_connection(self, guest: Guest) -> None:
         """Serve an accepted connection, in its thread, until it ends.
 
-        In the handshake the caller shows its certificate, and sends its purpose: a document that
-        says what the connection is for. All callers but those of "status" and "redeem" are ranks of
-        the job that the certificate names. A caller with an unknown purpose is disconnected.
+        In the handshake the caller shows its certificate, and sends its purpose: a document that says what
+        the connection is for (listed at the top of this module). All callers but those of "status" and
+        "redeem" are ranks of the job that the certificate names. "status", "settings" and "redeem" get one
+        reply. For an unknown purpose nothing is done. When this function returns, the listener disconnects.
 
         Args:
             guest: The accepted connection. The number of unauthenticated ones is limited; admit() makes
@@ -224,9 +225,9 @@ class CoordinatorServer:
                 self._receive_heartbeats(channel, identity)
             case "job":
                 self._answer_requests(channel, identity)
-            case "standby":
+            case "standby":  # a rank that accepts no connections waits for calls of other jobs
                 self.relay.stand_by(channel, identity.job, identity.incarnation, purpose)
-            case "relay":
+            case "relay":  # a rank calls such a rank
                 self.relay.call(channel, identity.job, purpose)
             case "reachable":
                 reply = {"reachable": is_reachable(guest.host, purpose.get("port"))}

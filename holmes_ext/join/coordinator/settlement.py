@@ -211,10 +211,12 @@ class Settlement:
     def _repeat_without_failed_pairs(
         self, round_state: RoundState, failures: Failures, now: float
     ) -> None:
-        """Begin the next attempt without the fewest members such that no failed pair is left.
+        """Repeat the exchange without the fewest members such that no failed pair is left.
 
-        If the round has only two members, it is void: none of them is in the majority. The failed pairs
-        are kept apart for a while, so that they do not cost the next rounds any time.
+        A failed pair is two members that could exchange data neither directly nor over the coordinator's
+        relay. The next rounds leave out one of the two from their begin, for a while, so that they lose no
+        time (FailedPairs.separate). If the round has only two members, it is void: none of them is in the
+        majority.
 
         Args:
             round_state: The round.
@@ -231,7 +233,8 @@ class Settlement:
             return
         self._rounds.note_left_out(round_state.number, members, dropped)
         for name in dropped & only_reporters(failures):
-            # Its report may be false: who reports so in round after round sits rounds out.
+            # The other job of the pair reports no failure, so this job's report may be false. It counts as
+            # a delay: a job that does this in several rounds in a row must sit out rounds (lateness.py).
             count_delay(self._state, self._state.members[name], round_state.number)
         self._repeat_without(round_state, dropped, now)
 
@@ -281,12 +284,12 @@ class Settlement:
         self._rounds.commit(round_state)
 
     def _begin_check(self, round_state: RoundState, now: float) -> None:
-        """Tell all members to compare the data they have received, or end the round as void.
+        """Let all members compare the data they have received; repeat or void the round if too few count.
 
         Members poll; they get the reply "check" after this call has increased
         `round_state.check_number`. A pseudo-gradient counts if its job has a share above 0 and is
-        not excluded. If too few count, the exchange is repeated without one of the excluded jobs, in
-        turns; of two members, the round is void instead.
+        not excluded (excluded jobs contradict other members). If too few count, the exchange is repeated
+        without one of the excluded jobs. A round of two members, or without excluded jobs, is void instead.
 
         Args:
             round_state: The round.
@@ -310,11 +313,12 @@ class Settlement:
         self._rounds.void(round_state, reasons or "no job counts")
 
     def _repeat_without_excluded(self, round_state: RoundState, now: float) -> None:
-        """Repeat the exchange without one of the jobs that contradict each other.
+        """Repeat the exchange without one of the excluded jobs, because too few are left without all of them.
 
-        Two of three jobs that contradict each other leave too few for a round. Which of the two is wrong
-        cannot be known, so they are dropped in turns: a job that contradicts another one in each round
-        voids no round, and costs the other one half of its rounds.
+        Example: of the jobs A, B and C, A reports that the data from B cannot be used, or differs from what
+        the others received. Nobody can tell whether A or B lies, so both are excluded, and C alone is no
+        round. Then the exchange is repeated without A in one round, and without B in the next one that needs
+        it (drop_preference, note_left_out). So a liar voids no rounds; the other job misses half of them.
 
         Args:
             round_state: The round, with the excluded jobs.
@@ -332,9 +336,9 @@ class Settlement:
     ) -> set[str] | None:
         """Return the members that are disconnected or have been silent for too long.
 
-        Members without a report are silent for too long if no member at all has reported for
-        the median of their timeouts. A quarter of it is enough if all other members have reported, and
-        could not reach them: their exchange has waited already.
+        Members without a report are silent for too long once the last report of any member is older than
+        the median of all members' timeouts. A quarter of this median is enough if all others have reported
+        that they could not reach the silent members: their exchange has waited for these already.
 
         Args:
             round_state: The round.
@@ -365,9 +369,11 @@ class Settlement:
         """
         for name in lost:
             self._state.events.append(f"round {round_state.number}: job {name} is lost on the way")
-            # The others have waited for its data, in vain: this counts more than a late report, and also if
-            # the job has left the run, since it may come back to do the same again.
+            # The others have waited for its data in vain. This counts as more delays than a late `ready`,
+            # and also if the job has left the run: it may come back and do the same again. Jobs with
+            # several delays in a row must sit out rounds (lateness.py).
             mark_unfinished(self._state, self._state.members[name], round_state.number)
+        # At least half of the electorate must count in the round; lost members cannot.
         round_state.electorate -= lost
         self._repeat_without(round_state, lost, now)
 

@@ -150,17 +150,19 @@ class RunState:
         return member
 
     def make_room(self, name: str, hello: Hello) -> Hello:
-        """Return the description of a job for keeping, if the limit of all descriptions allows it.
+        """Return the description (hello) of a job in the form in which it is to be kept.
 
-        Jobs of a run have equal settings (`agreed`), so these are kept once. If the limit would be
-        exceeded, the shard maps of jobs that are gone are forgotten, the earliest first.
+        The descriptions of all jobs together have a limit of memory (_MOST_HELLO_BYTES). Two things save
+        memory. Jobs of a run have equal settings (`agreed`), so all descriptions refer to one copy. And if
+        the limit would be exceeded, jobs that are gone lose their shard maps, addresses and claims, those
+        that joined first before the others.
 
         Args:
             name: The job that says hello. Its earlier description is replaced.
             hello: The new description.
 
         Raises:
-            HolmesError: The descriptions of the jobs that are present leave too little room.
+            HolmesError: The descriptions of the jobs that are present leave too little memory.
         """
         others = [member for member in self.members.values() if member.name != name]
         for other in others:
@@ -195,10 +197,11 @@ class RunState:
         return sorted(participants, key=lambda member: member.order)
 
     def jobs_to_leave_out(self, members: Sequence[Member], now: float) -> set[str]:
-        """Return the members that a round leaves out from its begin, so that no pair is kept apart.
+        """Return the members that a round leaves out, so that all others can exchange with each other.
 
-        Pairs are kept apart for a while after their exchange has failed (failed_pairs.py). The fewest jobs
-        are left out, in turns.
+        Two jobs whose exchange has failed must not be in the same round for a while (failed_pairs.py). Of
+        each such pair, at least one job is left out. These are as few jobs as possible, and the next time
+        other jobs of the pairs are preferred (drop_preference).
         """
         pairs = self.failed_pairs.apart([member.name for member in members], now)
         return fewest_to_drop(pairs, drop_preference(pairs, members))
@@ -232,8 +235,8 @@ def least_jobs(electorate: Collection[Member]) -> int:
     void all rounds), but at least half of the jobs.
 
     Args:
-        electorate: Jobs that are ready for the round. Late and silent jobs are not among them: names that
-            only exist would otherwise make rounds impossible.
+        electorate: Jobs that are ready for the round. Late and silent jobs are not among them. Otherwise
+            somebody could join many jobs that never contribute, and the active ones would be less than half.
     """
     if not electorate:
         return 1
@@ -243,7 +246,10 @@ def least_jobs(electorate: Collection[Member]) -> int:
 
 
 def drop_preference(failures: Failures, members: Iterable[Member]) -> list[str]:
-    """Return the members in the order in which a round should rather drop them for failed pairs.
+    """Return the members in the order in which a round drops them, the first one most readily.
+
+    A round drops one job of each failed pair (two jobs that could not exchange data), and as few jobs as
+    possible. Where this leaves a choice, the jobs that come first in this order are dropped:
 
     1. Jobs that are the only ones to report a failed pair: a false report costs its author most.
     2. Jobs that were not dropped lately: if both ends report the failure, they are dropped in turns.

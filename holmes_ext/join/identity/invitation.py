@@ -50,14 +50,20 @@ _ADVICE = "write one with `holmes join invite NAME --output FILE`"
 class Invitation:
     """Invitation of one job to one run, which can be used once."""
 
-    job: str
-    address: str
-    fingerprint: str
-    secret: str
+    job: str  # name that the job's certificate will have
+    address: str  # HOST:PORT of the coordinator
+    fingerprint: str  # SHA-256 of the coordinator's certificate, in hexadecimal digits
+    secret: str  # the first job that sends it gets the certificate
 
     @classmethod
     def drawn(cls, job: str, address: str, fingerprint: str) -> Invitation:
-        """Return an invitation with a random secret."""
+        """Return an invitation with a random secret.
+
+        Args:
+            job: Name of the job.
+            address: HOST:PORT of the coordinator.
+            fingerprint: SHA-256 of the coordinator's certificate, by which the job recognizes it.
+        """
         return cls(job, address, fingerprint, secrets.token_urlsafe(_SECRET_BYTES))
 
     @property
@@ -89,6 +95,7 @@ def read_invitation(path: Path) -> Invitation:
         HolmesError: The file is missing, belongs to another user, or has no invitation.
     """
     try:
+        # is_given: the user has put the file there, so root may own it, and other users may read it.
         text = read_private(path, is_given=True)
     except FileNotFoundError:
         raise HolmesError(f"--holmes-join-invitation: there is no file {path}; {_ADVICE}") from None

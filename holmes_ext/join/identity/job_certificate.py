@@ -39,11 +39,14 @@ from holmes_ext.words import why
 
 @dataclass(frozen=True)
 class JobCertificate:
-    """Key, certificate and CA of a job, as PEM texts: content of the kept file."""
+    """Key and certificate of a job, and certificate of the run's CA, as PEM texts.
 
-    key: str
+    Rank 0 of the job keeps them in a file between the starts of the job (kept_file()).
+    """
+
+    key: str  # private key
     certificate: str = ""  # "": the invitation was not redeemed yet
-    authority: str = ""
+    authority: str = ""  # certificate of the CA that has signed `certificate`
     invitation: str = ""  # hash of the secret of the invitation from which the certificate comes
 
     def credentials(self) -> Credentials:
@@ -64,6 +67,10 @@ def obtain_certificate(
     address: JoinAddress, invitation_file: str, environ: Mapping[str, str], deadline: Deadline
 ) -> JobCertificate:
     """Return the certificate of a job, after getting one if this is its first start.
+
+    At the first start with an invitation, the coordinator issues the certificate. The job keeps it in a
+    file, and uses it at later starts. If the coordinator runs on this host as this user, the job needs no
+    invitation: it can read the key of the run's CA, and signs its certificate itself.
 
     Args:
         address: Name of the job, and address of the coordinator.
@@ -94,7 +101,7 @@ def obtain_certificate(
     run = run_on_this_host(address, environ)
     if run is not None:
         if kept is None or not run.accepts(kept.certificate, kept.authority):
-            kept = _self_signed(run, address.job)
+            kept = _signed_on_this_host(run, address.job)
             _keep(kept_path, kept)
         return kept
     if kept is None or not kept.certificate:
@@ -114,11 +121,14 @@ def kept_file(address: JoinAddress, environ: Mapping[str, str]) -> Path:
 
 def kept_certificates(host: str, port: int, environ: Mapping[str, str]) -> list[JobCertificate]:
     """Return the certificates that jobs of this user keep for a coordinator."""
-    folder = kept_file(JoinAddress("", host, port), environ).parent
+    # The file of a job is NAME@HOST-PORT.json, so "@HOST-PORT.json" is the end of all jobs' files.
+    file_without_job = kept_file(JoinAddress("", host, port), environ)
+    folder = file_without_job.parent
     if not folder.exists():
         return []
-    suffix = kept_file(JoinAddress("", host, port), environ).name
+    suffix = file_without_job.name
     kept = [_read_kept(path) for path in sorted(folder.iterdir()) if path.name.endswith(suffix)]
+    # A job whose invitation was not redeemed yet has only a key.
     return [
         certificate for certificate in kept if certificate is not None and certificate.certificate
     ]
@@ -145,8 +155,15 @@ def _is_this_host(address: JoinAddress) -> bool:
         return False
 
 
-def _self_signed(run: RunFolder, job: str) -> JobCertificate:
-    """Return a certificate for a job from the CA in a folder of this user."""
+def _signed_on_this_host(run: RunFolder, job: str) -> JobCertificate:
+    """Return a new key and certificate for a job, signed by the run's CA without the coordinator.
+
+    This process makes an invitation in the state folder of the run, and redeems it at once. Both need only
+    the files of the folder, which belongs to this user.
+
+    Raises:
+        HolmesError: The job was revoked, or the folder cannot be used.
+    """
     if run.was_revoked(job):
         raise HolmesError(f"job {job!r} was revoked; `holmes join invite {job}` allows it again")
     key = make_key()

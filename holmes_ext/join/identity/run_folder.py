@@ -58,12 +58,12 @@ _DAMAGED = "remove the folder for a new CA, and invite all jobs again"
 
 @dataclass(frozen=True)
 class _RunFile:
-    """Content of run.json: PEM texts."""
+    """Content of run.json: keys and certificates of the run's CA and of its coordinator, as PEM texts."""
 
-    authority_key: str
-    authority: str
-    key: str
-    certificate: str
+    authority_key: str  # private key of the CA, which signs the certificates of the jobs
+    authority: str  # certificate of the CA
+    key: str  # private key of the coordinator
+    certificate: str  # of the coordinator, signed by the CA
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Record:
 
 
 class Revocation(NamedTuple):
-    """What `holmes join revoke` has changed."""
+    """Numbers of certificates and invitations of a job that `holmes join revoke` has revoked."""
 
     certificates: int  # that are refused from now on
     invitations: int  # that can no longer be redeemed
@@ -92,7 +92,11 @@ class ServedRun:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """State folder of one run on the coordinator's host."""
+    """State folder of a run: jobs that train one model together through one coordinator.
+
+    The folder is on the coordinator's host. It has the CA that signs the jobs' certificates, the invitations
+    of jobs, and the list of revoked certificates; a restarted coordinator reads them again.
+    """
 
     path: Path  # belongs to this user
 
@@ -145,11 +149,14 @@ class RunFolder:
             yield
 
     def served(self, of_site: Credentials | None = None) -> ServedRun:
-        """Return the run for its coordinator, after making the folder if it does not exist.
+        """Return the folder and the coordinator's credentials, which refuse revoked certificates.
+
+        The folder and the CA of the run are made if they do not exist.
 
         Args:
-            of_site: Credentials of a site's CA; None: the CA of the run signs the certificates, and
-                callers without a certificate may redeem invitations.
+            of_site: The coordinator's credentials, if a site (an organization) has a CA of its own that
+                signs all certificates. None: the CA of the run signs them. Then callers without a
+                certificate may connect, to redeem their invitations.
 
         Raises:
             HolmesError: The folder cannot be made or read, or belongs to another user.
@@ -159,7 +166,7 @@ class RunFolder:
             credentials = of_site
         else:
             credentials = self.credentials()
-            credentials.accept_strangers()
+            credentials.accept_strangers()  # jobs that have an invitation and no certificate yet
         credentials.revoke(self.revocations())
         return ServedRun(self, credentials)
 
