@@ -54,13 +54,18 @@ _CONTROL = timedelta(days=1)
 class Prepared(NamedTuple):
     """What a job has before it joins: its ranks, its credentials, and the settings of the run."""
 
-    job_ranks: JobRanks
-    place: JoinPlace
-    settings: OuterSettings
+    job_ranks: JobRanks  # collectives over the ranks of the job
+    place: JoinPlace  # address of the coordinator; credentials (certificate) and ports of the job
+    settings: OuterSettings  # of the run
 
 
 def prepare(address: JoinAddress, options: Options, environ: Mapping[str, str]) -> Prepared:
-    """Return the certificate of this job and the settings of its run; collective over its ranks.
+    """Get the certificate of this job and the settings of its run; collective over its ranks.
+
+    Rank 0 contacts the coordinator (admission.admit()), and broadcasts both to the other ranks.
+
+    Returns:
+        The settings, and the place of the job in the run, which has its certificate (credentials).
 
     Raises:
         HolmesError: See admission.admit().

@@ -96,11 +96,12 @@ class OuterSettings:
         algorithm = ALGORITHMS[self.algorithm]
         if not self._is_mix_valid():
             yield f"mix={self.mix!r} is neither keep nor a share from 0 to 1"
-        # With rounds=async, an aggregate may be applied to local weights with inner steps that no
-        # round has counted yet. These steps must stay in the local weights, so that a later round
-        # counts them. mix=keep keeps them, if the algorithm can do so (keeps_progress).
-        # `every` in seconds needs the result of each round to set the steps until the next
-        # exchange. Results of rounds=async do not set them.
+        # With rounds=async, training goes on during a round. When its aggregate is applied, the local
+        # weights contain inner steps that are not part of any pseudo-gradient yet. They must stay, so
+        # that the next pseudo-gradient contains them. Only mix=keep keeps them, and only algorithms
+        # with keeps_progress can do that.
+        # every=60s: rank 0 converts the seconds to inner steps, and the other ranks learn the number
+        # from the result of a round (RoundResult.period). With rounds=async, results do not have it.
         if self.rounds == "async" and (
             self.seconds or self.mix != "keep" or not algorithm.keeps_progress
         ):
@@ -223,6 +224,9 @@ def merge_settings(run: OuterSettings, given: str) -> OuterSettings:
 
 def _text_of_setting(name: str, values: Mapping[str, Any]) -> str:
     """Return a setting's value as --holmes-outer takes it.
+
+    The setting "every" is stored in two fields: `every` (inner steps) or, if that is 0, `seconds`. Example:
+    every=0, seconds=60.0 give "60s".
 
     Args:
         name: The setting.

@@ -125,7 +125,7 @@ class _Job:
     owner: object = None  # optimizer or engine whose steps are the inner steps
     loop: OuterLoop | None = None  # None before the first step
     saved: tuple[Any, str] | None = None  # outer state to load at the first step, and its source
-    shared: bool = False  # a patch makes this job read only its part of the data set
+    is_data_divided: bool = False  # a patch makes this job read only its part of the data set
     began: float = 0.0  # time.monotonic() at the first step
     first_step: int = 0  # number of the first inner step, after a checkpoint more than 0
     #: Thresholds of Python's garbage collector before the start; None: they are in effect.
@@ -137,6 +137,8 @@ _job: _Job | None = None
 
 def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Check the --holmes-join flags, and let this job join other jobs at its first step.
+
+    Until then, Python's garbage collector runs less often, so that the job starts sooner.
 
     Args:
         options: Options of the job.
@@ -161,16 +163,16 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
     # Only to report invalid values at once; the ports are opened at the first step.
     port_range(options.value("join_ports"), options.value("join_address"), environ)
     _check_certificate_options(options)
-    if _job is not None:  # an earlier request, of which nothing came
-        _collect_as_before(_job)
+    if _job is not None:  # an earlier call, which the new one replaces
+        _restore_garbage_collection(_job)
     _job = _Job(address, settings, options, environ)
-    _collect_less(_job)
+    _reduce_garbage_collection(_job)
     atexit.register(end)
     coordinator = address_text(address.host, address.port)
     return [f"job {address.job} joins others at {coordinator}; encrypted between jobs (TLS 1.3)"]
 
 
-def _collect_less(job: _Job) -> None:
+def _reduce_garbage_collection(job: _Job) -> None:
     """Let Python look for cyclic garbage less often until the first step.
 
     Imports and the construction of the model make hundreds of thousands of objects that stay. To scan
@@ -183,8 +185,8 @@ def _collect_less(job: _Job) -> None:
         gc.set_threshold(_OBJECTS_AT_START, *older)
 
 
-def _collect_as_before(job: _Job) -> None:
-    """Undo _collect_less(), unless the program has set another threshold in the meantime."""
+def _restore_garbage_collection(job: _Job) -> None:
+    """Undo _reduce_garbage_collection(), unless the program has set another threshold in the meantime."""
     if job.gc_thresholds is not None and gc.get_threshold()[0] == _OBJECTS_AT_START:
         gc.set_threshold(*job.gc_thresholds)
     job.gc_thresholds = None
@@ -227,7 +229,7 @@ def data_part() -> tuple[int, int]:
 def mark_data_divided() -> None:
     """Record that a patch makes this job read only its part of the data set."""
     if _job is not None:
-        _job.shared = True
+        _job.is_data_divided = True
 
 
 def reserve(owner: object) -> None:
@@ -311,7 +313,7 @@ def end(why: str = "training is over") -> None:
     _job = None
     atexit.unregister(end)
     if job is not None:
-        _collect_as_before(job)
+        _restore_garbage_collection(job)  # has an effect only if the job ends before its first step
     if job is not None and job.loop is not None:
         job.loop.end(why)
 
@@ -319,11 +321,13 @@ def end(why: str = "training is over") -> None:
 def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
     """Connect to the other jobs before the first step, and take the current weights; collective.
 
-    If a checkpoint with outer state was loaded, the job continues from that.
+    If a checkpoint with outer state was loaded, the job continues from that. At the end, rank 0 prints the
+    settings of the run, and where the weights come from.
 
     Args:
-        job: The job of this process; its `loop`, which takes the outer steps, is set.
-        adapter: Access to the weights of the training framework.
+        job: The job of this process. Its `loop`, which takes the outer steps, is set once it has joined.
+        adapter: Access to the weights of the training framework. Its facts (`agreed`), such as parallel
+            sizes, must be equal in all jobs: the coordinator refuses the job otherwise.
 
     Raises:
         HolmesError: The job cannot join.
@@ -336,7 +340,8 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
         reason = adapter.refusal(job.settings)
         if reason:
             raise HolmesError(f"--holmes-join: a job of {adapter.name} cannot join: {reason}")
-        return weights_of(adapter.weights())
+        shards = adapter.weights()  # as the framework's patch describes the weights
+        return weights_of(shards)
 
     prepared = prepare(job.address, job.options, job.environ)
     job.settings = prepared.settings
@@ -359,8 +364,8 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
     job.first_step = loop.steps
     origin_of_weights = loop.begin()
     job.loop = loop
-    _collect_as_before(job)
-    if not job.shared:  # no patch makes this job read only its part of the data set
+    _restore_garbage_collection(job)
+    if not job.is_data_divided:  # no patch makes this job read only its part of the data set
         k, parts = job.settings.data_part
         if parts > 1:
             reason = f"part={k}/{parts}: no sampler that is known was made"
@@ -376,7 +381,10 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
 
 
 def _describe(settings: OuterSettings) -> str:
-    """Return the settings of the outer training that most users look for, as a phrase."""
+    """Return the main settings of the outer training as a phrase.
+
+    Example: "diloco, every 32 steps in 4 fragments, each hidden behind 5 steps, bf16".
+    """
     interval = counted(settings.every, "step") if settings.every else f"{settings.seconds:g} s"
     return (
         f"{settings.algorithm}, every {interval} in {counted(settings.fragments, 'fragment')}, each hidden "

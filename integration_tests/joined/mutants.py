@@ -436,7 +436,7 @@ MUTANTS = [
     Mutant(
         "addresses pile up",
         "join/peers/routes.py",
-        "if len(self._unreachable_addresses) >= _NOT_CALLED:",
+        "if len(self._unreachable_addresses) >= _MOST_UNREACHABLE:",
         NEVER,
         MEMBERS + " -k pile",
     ),

@@ -40,12 +40,12 @@ class Stream(IterableDataset):
 def test_parts(second_of_three):
     assert list(part_of(range(8))) == [1, 4, 7] and part_of(None) is None
     assert part_of(Sharded("abc")) == ("theirs", 3, 1, False)
-    assert training._job.shared
+    assert training._job.is_data_divided
 
 
 def test_a_stream_is_the_script_s_own(second_of_three):
     stream = Stream()
-    assert part_of(stream) is stream and not training._job.shared
+    assert part_of(stream) is stream and not training._job.is_data_divided
 
 
 def test_the_trainer_s_loader_is_of_the_part_and_its_data_set_stays_whole(second_of_three):

@@ -165,7 +165,7 @@ def test_a_document_of_tens_of_millions_of_values_is_not_parsed():
 
 def test_addresses_that_others_want_to_be_called_at_do_not_pile_up(monkeypatch):
     """A standing rank is told of each address by any member."""
-    monkeypatch.setattr(routes_module, "_NOT_CALLED", 16)
+    monkeypatch.setattr(routes_module, "_MOST_UNREACHABLE", 16)
     monkeypatch.setattr(
         routes_module, "call", lambda *arguments: (_ for _ in ()).throw(OSError("closed"))
     )

@@ -273,7 +273,13 @@ class RunFolder:
         return Revocation(certificates, invitations)
 
     def accepts(self, certificate: str, authority: str) -> bool:
-        """Return whether a job's certificate is signed by the run's CA and was not revoked."""
+        """Return whether this run's CA has signed a certificate that a job has kept, and it is not revoked.
+
+        Args:
+            certificate: The job's certificate, as PEM text; "": it has none yet.
+            authority: Certificate of the CA that signed it, as PEM text, which the job has kept, too. If this
+                is not the CA of this run, the job's certificate is one of an earlier run.
+        """
         if not certificate or authority != self.authority:
             return False
         return BY_FINGERPRINT + fingerprint_of(certificate) not in self.revocations()
@@ -296,7 +302,11 @@ class RunFolder:
         return frozenset(entries)
 
     def changed_at(self) -> tuple[int, ...]:
-        """Return a value that differs after each change of an invitation or a revocation."""
+        """Return when invitations and revoked names were last changed, in nanoseconds, for each folder.
+
+        A caller compares the result with an earlier one. If both are equal, it need not read the list of
+        revocations again.
+        """
         folders = (self.path / _INVITATIONS, self.path / _REVOKED_NAMES)
         return tuple(folder.stat().st_mtime_ns for folder in folders if folder.exists())
 

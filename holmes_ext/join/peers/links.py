@@ -145,9 +145,11 @@ class PeerLinks:
                     _cut_and_close(self._open.pop(key))
 
     def _close_ended(self) -> None:
-        """Close the connections that the other end has closed: those of jobs that ended or restarted.
+        """Close the connections that the other end has closed, because its job ended or restarted.
 
-        No exchange would look for them again, because a restarted job has another incarnation.
+        An exchange closes only broken connections that it wants to use. It never wants those of a job
+        that has ended, and a restarted job gets new keys (another incarnation). Without this method,
+        their sockets would stay open as long as this job runs.
         """
         with self._changed:
             for key, channel in list(self._open.items()):
@@ -167,7 +169,8 @@ class PeerLinks:
             attempt: Number of the exchange within the round, which both ends check.
             outgoing: Bytes to send to each peer.
             incoming: Buffers for the bytes of each peer.
-            patience_s: Seconds after which a silent peer fails.
+            patience_s: Seconds without a byte after which a peer fails. At most half of them are spent
+                on opening connections.
 
         Raises:
             PeersFailed: Some jobs failed, after the exchange with the others was completed. The
@@ -179,11 +182,13 @@ class PeerLinks:
             peer: _total_bytes(outgoing.get(peer, ())) + _total_bytes(incoming.get(peer, ()))
             for peer in {*outgoing, *incoming}
         }
-        # failed: job -> reason. Half of the patience is left for the transfers.
+        # failed: job -> reason. A peer whose connections are open waits `patience_s` for a first byte from
+        # this rank, also while this rank still connects to other peers. So connecting takes only half of it.
         channels_of, failed = self._connect(sizes, patience_s / 2)
         # Each lane has a thread for its transfers with all peers.
         transfers_of_lane: dict[int, list[PeerTransfer]] = defaultdict(list)
         for peer, channels in channels_of.items():
+            # Until when all bytes must have moved, by the best rate that the peer's job has reached.
             deadline = self._speed.deadline(peer, sizes[peer], patience_s)
             out = split(outgoing.get(peer, []), len(channels))
             into = split(incoming.get(peer, []), len(channels))
@@ -197,6 +202,7 @@ class PeerLinks:
                     deadline=deadline,
                 )
                 transfers_of_lane[lane].append(transfer)
+        # A transfer fails after its deadline, or after `patience_s` seconds without a byte.
         failed |= _run_lanes(list(transfers_of_lane.values()), patience_s)
         for transfers in transfers_of_lane.values():
             self.sent += sum(transfer.sent for transfer in transfers)

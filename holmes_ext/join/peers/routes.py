@@ -21,7 +21,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,8 +54,8 @@ _MOST_UNPROVEN = 32
 _PER_ADDRESS = 16
 #: Connections at a time whose caller is authenticated.
 _ADMITTED = 512
-#: Addresses that are remembered because they could not be called back.
-_NOT_CALLED = 4096
+#: Addresses that could not be called back and are remembered, at most.
+_MOST_UNREACHABLE = 4096
 #: Least timeout of a queue, in seconds.
 _LEAST_TIMEOUT_S = 0.001
 
@@ -83,7 +83,7 @@ class RankIdentity:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return this rank's identity, as it names itself to whom it calls."""
+        """Return the keys "job", "incarnation" and "rank", which say in a handshake who calls."""
         return {"job": self.job, "incarnation": self.incarnation, "rank": self.rank}
 
 
@@ -110,15 +110,15 @@ class Routes:
     ):
         """Begin to accept connections; or announce to the coordinator that this rank accepts none.
 
-        The rank of another job that opens a connection is called a caller.
+        The rank of another job that opens a connection is called a caller. If callers cannot connect to
+        this rank, it keeps an idle connection to the coordinator, its standby line. The coordinator
+        announces callers there.
 
         Args:
             identity: This rank.
             place: Coordinator, credentials and ports of this job.
             listening: Listening socket of this rank; None: it has no port.
-            address: HOST:PORT at which other jobs connect. "": they cannot (no port, NAT). Then
-                this rank keeps an idle connection to the coordinator (standby line), on which the
-                coordinator announces callers.
+            address: HOST:PORT at which other jobs connect; "": they cannot (no port, NAT).
             incoming: Handles a connection from a caller, in a thread of its own. Called with the
                 authenticated connection, and the caller's document: what the connection is for.
         """
@@ -149,7 +149,8 @@ class Routes:
         self._relayed_jobs: frozenset[str] = frozenset()
         self._standby_line: Channel | None = None
         self._stands_by = False
-        # Ranks on other hosts (loopback address) or all ranks reach this one only through the coordinator.
+        # Without an address, no rank can connect to this one. With a loopback address, only ranks on the
+        # same host can. The others call through the coordinator, which needs the standby line for that.
         if not address or is_loopback_address(address):
             self._start_to_stand_by()
 
@@ -172,7 +173,7 @@ class Routes:
             self._start_to_stand_by()
 
     def uses_relay(self, job: str) -> bool:
-        """Return whether use_relay() was called for a job."""
+        """Return whether this rank must use the coordinator's relay for a job, by the last use_relay()."""
         return job in self._relayed_jobs
 
     def dial(self, peer: Peer, purpose: Purpose, deadline: Deadline) -> Channel:
@@ -220,6 +221,9 @@ class Routes:
         """
         deadline = deadline.part(_RELAY_S, f"reaching {peer} through the coordinator")
         call_id = secrets.token_hex(8)
+        # Where the peer first tries to call this rank back. "": it does not try, and the coordinator
+        # forwards the bytes. If direct connections to the job have failed, trying would only take time.
+        callback_address = "" if self.uses_relay(peer.job) else self.address
         callback = _ExpectedCallback(peer.job, queue.SimpleQueue())
         self._callbacks[call_id] = callback
         try:
@@ -227,9 +231,7 @@ class Routes:
                 "relay",
                 deadline,
                 call=call_id,
-                # A rank that cannot be called calls this one back. If a direct connection has failed, it
-                # shall not lose time with that: without an address, the coordinator forwards the bytes.
-                address="" if self.uses_relay(peer.job) else self.address,
+                address=callback_address,
                 to_job=peer.job,
                 to=peer.incarnation,
                 to_rank=peer.rank,
@@ -314,7 +316,11 @@ class Routes:
     # Methods of a rank that cannot be called, or that is called over the relay
 
     def _start_to_stand_by(self) -> None:
-        """Start the thread that keeps a standby line to the coordinator, if it does not run."""
+        """Start the thread that keeps a standby line to the coordinator, if it does not run.
+
+        The standby line is an idle connection. On it the coordinator announces ranks of other jobs that
+        want to reach this rank and cannot connect to it directly.
+        """
         if not self._stands_by:
             self._stands_by = True
             threading.Thread(target=self._stand_by, name="holmes-standby", daemon=True).start()
@@ -377,12 +383,12 @@ class Routes:
         ).start()
         return False
 
-    def _call_back(self, caller: Purpose) -> Channel | None:
+    def _call_back(self, caller: Mapping[str, Any]) -> Channel | None:
         """Connect to a caller that cannot connect to this rank; return the connection.
 
         Args:
-            caller: The other rank: job, incarnation, address ("": it has none) and the id of its
-                call.
+            caller: The other rank, as the coordinator has announced it: "job", "incarnation", "address"
+                ("": it has none), and "call", the id of its call.
 
         Returns:
             None if the caller has no address, or cannot be reached at it.
@@ -390,7 +396,7 @@ class Routes:
         address = str(caller.get("address"))
         if not address or address in self._unreachable_addresses:
             return None
-        purpose = {
+        facts = {  # document of the handshake, by which the caller finds its waiting thread
             **self.identity.facts,
             "purpose": "reversed",
             "call": caller.get("call"),
@@ -400,15 +406,16 @@ class Routes:
             host, port = split_address(address)
             deadline = Deadline(_CALL_S, "calling back")
             job = str(caller.get("job"))
-            return call(host, port, self._credentials, job, purpose, deadline)
+            return call(host, port, self._credentials, job, facts, deadline)
         except (OSError, ValueError, HolmesError):
-            # Do not lose time with this address again. The number of such addresses is limited.
-            if len(self._unreachable_addresses) >= _NOT_CALLED:
+            # Do not lose time with this address again. A caller may announce any number of addresses,
+            # so too many are forgotten.
+            if len(self._unreachable_addresses) >= _MOST_UNREACHABLE:
                 self._unreachable_addresses.clear()
             self._unreachable_addresses.add(address)
             return None
 
-    def _serve_reversed(self, channel: Channel, caller: Purpose) -> None:
+    def _serve_reversed(self, channel: Channel, caller: Mapping[str, Any]) -> None:
         """Handle a connection that this rank has opened for a caller that could not do so.
 
         The caller's first message says what the connection is for. From then on, it is handled as

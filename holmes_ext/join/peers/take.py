@@ -77,8 +77,9 @@ class Giver:
         """Serve a rank of another job that copies fragments, until it closes the connection.
 
         An invalid request ends the connection, too. Only a few requests are answered at a time; others
-        wait for their turn. A taker that requests nothing has no turn, so it keeps nobody waiting: not
-        the other ranks of its job, for which it waits before its next request, and no other job.
+        wait for their turn. A turn lasts for one request, not for the whole connection. The ranks of a
+        taker wait for each other between two fragments: a rank that is ahead has no turn meanwhile, so
+        it does not keep the ranks for which it waits, or other jobs, from theirs.
 
         Args:
             channel: The connection; it is closed at the end.
@@ -217,7 +218,10 @@ class DonorConnections:
             channel.close()
 
     def to(self, rank: int) -> Channel:
-        """Return a connection to a rank of the donor, on which this rank has nothing to read yet.
+        """Return a connection to a rank of the donor, the stored one if it can still be used.
+
+        It can if it is open and has no unread bytes. Then what is received next is the answer to the
+        next request. Otherwise a new connection is opened.
 
         Raises:
             OSError: The rank cannot be reached.
@@ -225,7 +229,7 @@ class DonorConnections:
         channel = self._channels.get(rank)
         if channel is not None and channel.idle():
             return channel
-        if channel is not None:  # the donor has closed it
+        if channel is not None:  # closed by the donor, or with bytes that this rank did not request
             channel.close()
         deadline = Deadline(self._patience_s, "calling the donor")
         peer = self._donor.peers[rank]
@@ -352,8 +356,8 @@ def _fetch(
     Args:
         fragment: The fragment, which is not changed.
         index: Its index.
-        least_version: The donor answers when it has this version (round of the last outer step) or
-            a later one.
+        least_version: Version (round of the last outer step) that this job needs, or a later one. The
+            donor waits until it has this version. If that takes too long, it answers with an older one.
         taken: ANCHOR, MOMENTUM or both -> tensor to fill.
         donor: The up-to-date job.
         connections: Connections to its ranks.
@@ -389,7 +393,7 @@ def _fetch(
                 patience_s=patience_s,
             )
             versions.add(version)
-            if version < least_version:  # too old to be of use, so the rest is not read
+            if version < least_version:  # too old, although the donor has waited: read no more
                 return versions
     return versions
 
@@ -408,8 +412,8 @@ def _read(
     Args:
         channel: Connection to that rank.
         index: Index of the fragment.
-        least_version: The donor answers when it has this version (round of the last outer step) or
-            a later one.
+        least_version: Version (round of the last outer step) that this job needs, or a later one. The
+            donor waits until it has this version. If that takes too long, it answers with an older one.
         start: First element.
         stop: Element after the last.
         parts: ANCHOR, MOMENTUM or both -> tensor to fill.

@@ -33,12 +33,6 @@ class CoordinatorLink:
     Until the job has entered the run (was told to begin training), a refusal ends the job with the
     coordinator's message. Afterwards neither a refusal nor silence ends training: the reply is then
     "void", with the reason.
-
-    Args:
-        client: Connection of rank 0 to the coordinator; None on the other ranks.
-        job_ranks: Collectives over the ranks of the job.
-        patience_s: The job's timeout for other jobs, in seconds.
-        credentials: Those of this rank, which learn of revoked certificates.
     """
 
     def __init__(
@@ -48,11 +42,21 @@ class CoordinatorLink:
         patience_s: float,
         credentials: Credentials,
     ):
+        """Store what requests need; nothing is sent yet.
+
+        Args:
+            client: Connection of rank 0 to the coordinator; None on the other ranks.
+            job_ranks: Collectives over the ranks of the job.
+            patience_s: Seconds that the job waits for other jobs (its setting `timeout`). A reply may
+                take twice as long, because the coordinator itself waits for the other jobs.
+            credentials: Certificate and CA of this rank. Replies that name revoked certificates update
+                its list of them.
+        """
         self.client = client
         self._credentials = credentials
         self._job_ranks = job_ranks
         self._patience_s = patience_s
-        self.entered = False
+        self.entered = False  # the job was told to begin training in the run; set by RoundRunner
         self._is_away = False  # the coordinator did not answer the last request
 
     def ask(self, op: str, document: Mapping[str, Any]) -> Verdict:

@@ -233,11 +233,13 @@ class RollingRunner(RoundRunner):
     def _handle_void(self, verdict: Verdict) -> None:
         """Record the result "void" of a request for a round.
 
-        Three cases differ in `left_out` (job -> reason), which the verdict contains:
+        The request offered this job's pseudo-gradients that wait for a round (its offers). Three cases
+        differ in `left_out` (job -> reason), which the verdict contains:
 
             has this job      its offers are unusable: drop them. Training sees this in the result,
                               and sets its local weights to the anchors (RollingLoop._apply)
-            is empty          the coordinator did not answer: wait a moment before the next request
+            is empty          the coordinator did not answer: keep the offers, and sleep before the next
+                              request. Sleep longer if the coordinator cannot even be reached (is_away)
             has other jobs    a round ended without an outer step because of them: keep the offers
         """
         result = RoundResult(

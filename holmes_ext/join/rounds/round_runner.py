@@ -193,7 +193,13 @@ class RoundRunner:
     # Methods of the thread
 
     def _run(self) -> None:
-        """Run a round for each submitted pseudo-gradient, until None is submitted."""
+        """Run a round for each submitted pseudo-gradient, until None is submitted.
+
+        The training thread waits for the result, or the error, in the future `ended` of each
+        pseudo-gradient.
+        """
+        # enter() may have taken only anchors from another job, so that training could begin. Their
+        # momenta are taken here, before the first outer step needs them.
         self.taker.take_momenta()
         while (in_flight := self._inbox.get()) is not None:
             try:
@@ -312,7 +318,9 @@ class RoundRunner:
         """Exchange pseudo-gradients with the other members of a round, once; collective.
 
         Args:
-            verdict: The verdict "go": members with their shares, incarnations and claimed norms.
+            verdict: The verdict "go". It has the members (job -> share of its pseudo-gradient in the sum;
+                0: it only receives), the incarnation (start) of each job, and the norm of its
+                pseudo-gradient that each job has reported (claimed).
 
         Returns:
             The received pseudo-gradients; without them, the jobs with which the exchange failed.
@@ -338,8 +346,9 @@ class RoundRunner:
             except PeersFailed as error:
                 failed = error.jobs
 
-        # One all-reduce for both: how many ranks failed with each member, and the Gram matrix.
-        names = attempt.contributors
+        # One all-reduce for both: how many ranks failed with each member, and the Gram matrix (inner
+        # products of the pseudo-gradients).
+        names = attempt.contributors  # members with a share above 0
         gram = torch.zeros(len(names), len(names), dtype=torch.float64)
         if gradients:
             gram = products(gradients)
@@ -352,7 +361,8 @@ class RoundRunner:
         self.remote.forget(unreached)
         faults: dict[str, str] = {}
         if not unreached:
-            # Jobs whose data is implausible. A job does not accuse itself.
+            # Jobs whose data is implausible: the Gram matrix shows its length, which must not exceed the
+            # claimed norm, and its direction. A job does not accuse itself.
             faults = self._screening.faults(in_flight.fragment, names, gram, verdict["norms"])
             faults.pop(self.job, None)
         return _Received(attempt, names, gradients, gram, unreached, faults)
@@ -473,7 +483,14 @@ class RoundRunner:
         )
 
     def take_weights(self, verdict: Verdict) -> RoundResult:
-        """Take fragments from another job, as the verdict "behind" says; collective."""
+        """Take fragments from another job, because this job's weights are outdated; collective.
+
+        Args:
+            verdict: The verdict "behind". It names the other job, the fragments, and their versions.
+
+        Returns:
+            A result with verdict "taken", or "void" with the reason.
+        """
         # With rounds=async, training goes on meanwhile. So the weights are queued until training
         # takes them (add_replacement). Otherwise training waits for this round: replace at once.
         is_concurrent = self.settings.rounds == "async"

@@ -29,7 +29,11 @@ from holmes_ext.join.shards.state import OuterState
 
 
 class WeightTaker:
-    """Takes fragments from other jobs for one rank; all ranks of the job call it together."""
+    """Replaces this rank's outdated fragments (anchor and momentum) by those of another job.
+
+    All ranks of the job call a method together, when the coordinator has found the job's weights outdated:
+    when the job starts, or later if it has missed outer steps.
+    """
 
     def __init__(
         self,
@@ -41,7 +45,7 @@ class WeightTaker:
         remote: RemoteJobs,
         claims: Claims,
     ):
-        """Prepare; nothing is taken yet.
+        """Store what the transfers need; no fragment is replaced yet.
 
         Args:
             settings: The --holmes-outer settings.
@@ -59,18 +63,22 @@ class WeightTaker:
         self._routes = routes
         self._remote = remote
         self._claims = claims
-        self._began_with: Verdict | None = None  # by which anchors without momenta were taken
-        self._momenta_are_here: Future[None] = Future()
-        self._momenta_are_here.set_result(None)  # none is missing
+        # Verdict "behind" by which take_to_begin() took anchors, until take_momenta() takes their momenta.
+        self._verdict_of_anchors: Verdict | None = None
+        # Is complete when no momentum is missing; gets the error of take_momenta(), if any.
+        self._momenta_taken: Future[None] = Future()
+        self._momenta_taken.set_result(None)  # none is missing at first
 
     def take(
         self, verdict: Verdict, store: Store, tensors: Sequence[str] = (ANCHOR, MOMENTUM)
     ) -> RoundResult:
-        """Take fragments from another job, as the verdict "behind" says; collective.
+        """Take fragments from another job, because this job's weights are outdated; collective.
 
         Args:
-            verdict: The coordinator's verdict.
-            store: Stores a fragment that was taken.
+            verdict: The coordinator's verdict "behind". It names the other job ("from", "incarnation"), the
+                fragments, and their versions.
+            store: Called for each fragment that was taken, with its version, anchor and momentum; a method
+                of OuterState.
             tensors: Take anchors, momenta or both.
 
         Returns:
@@ -82,7 +90,7 @@ class WeightTaker:
         versions = map(int, verdict["versions"])
         wanted = dict(zip(fragments, versions))  # fragment -> least version
         found = self._remote.find({name: str(verdict["incarnation"])})
-        if found.missing:
+        if found.missing:  # the job has ended or restarted since the verdict
             why = f"job {name}, which has newer weights, is gone again"
             return RoundResult("void", number, why)
         donor_job = found.jobs[name]
@@ -91,8 +99,10 @@ class WeightTaker:
         why = take_fragments(
             self._state, wanted, donor, self._job_ranks, patience_s, store, tensors
         )
-        for fragment in wanted:  # even after a failure: some may have been taken before it
-            self._claims.forget(fragment)  # stored checksum
+        # The checksums that were computed of the replaced fragments are outdated. This is so even after a
+        # failure, because some fragments may have been taken before it.
+        for fragment in wanted:
+            self._claims.forget(fragment)
         if why:
             self._remote.forget([name])
             why = f"the weights of job {name} could not be taken: {why}"
@@ -100,20 +110,34 @@ class WeightTaker:
         return RoundResult("taken", number, source=name, fragments=list(wanted))
 
     def take_to_begin(self, verdict: Verdict) -> RoundResult:
-        """Take what training needs for its first step; take_momenta() must follow; collective."""
+        """Take the anchors of a verdict "behind", with which training can begin; collective.
+
+        Their momenta are needed later, for the first outer step. take_momenta() must take them while
+        training runs. If the outer algorithm has no momentum, the fragments are complete at once.
+
+        Returns:
+            A result with verdict "taken", or "void" with the reason.
+        """
         if not self._settings.outer_algorithm().keeps_momentum:
             return self.take(verdict, self._state.replace)
+        # replace_anchor() also marks a fragment as lacking its momentum.
         result = self.take(verdict, self._state.replace_anchor, [ANCHOR])
         if result.verdict == "taken":
-            self._began_with = verdict
-            self._momenta_are_here = Future()
+            self._verdict_of_anchors = verdict
+            self._momenta_taken = Future()
         return result
 
     def take_momenta(self) -> None:
-        """Take the momenta that are missing since take_to_begin(), if any; collective."""
-        verdict = self._began_with
-        self._began_with = None
-        if verdict is None:  # a failed attempt to begin may have left anchors
+        """Take the momenta that belong to the anchors of take_to_begin(), if any; collective.
+
+        A fragment whose momentum cannot be taken gets version 0 (give_up_incomplete()): the coordinator
+        then has the job take it again in its first round. Errors are raised by wait_for_momenta().
+        """
+        verdict = self._verdict_of_anchors
+        self._verdict_of_anchors = None
+        if verdict is None:
+            # Training has not begun with another job's anchors. But a failed attempt to take them may have
+            # replaced some.
             self._state.give_up_incomplete()
             return
         fragments = [int(index) for index in verdict["fragments"]]
@@ -121,11 +145,15 @@ class WeightTaker:
         try:
             self.take({**verdict, "versions": versions}, self._state.add_momentum, [MOMENTUM])
             self._state.give_up_incomplete()
-        except BaseException as error:  # noqa: BLE001 - raised where the momenta are needed
-            self._momenta_are_here.set_exception(error)
+        except BaseException as error:  # noqa: BLE001 - raised by wait_for_momenta()
+            self._momenta_taken.set_exception(error)
         else:
-            self._momenta_are_here.set_result(None)
+            self._momenta_taken.set_result(None)
 
     def wait_for_momenta(self) -> None:
-        """Wait until no fragment lacks its momentum; raise the error that take_momenta() met."""
-        self._momenta_are_here.result()
+        """Wait until take_momenta() has ended, if take_to_begin() has taken anchors without momenta.
+
+        Raises:
+            BaseException: The error that ended take_momenta(), such as a failed collective.
+        """
+        self._momenta_taken.result()

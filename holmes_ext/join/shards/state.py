@@ -73,12 +73,15 @@ class Fragment:
     def copy_version(self) -> int:
         """Return the version of a copy that this rank can give to another job now.
 
-        Pending steps are applied to the copy, unless a step needs other ranks of the job. So it is the
-        version after all pending steps, or else the current one. 0: there is nothing to give.
+        A version is the round of the last outer step. The copy gets the pending steps, too, which training
+        has not applied yet. Steps that are collectives of several ranks (needs_others) cannot be applied
+        to a copy; then it has the current version. 0: there is nothing to give.
         """
         if self.lacks_momentum:
             return 0
-        return self.version if self.matrices.needs_others else self.version_after_pending
+        if self.matrices.needs_others:
+            return self.version
+        return self.version_after_pending  # the current version if no step is pending
 
     @property
     def version_after_pending(self) -> int:
@@ -227,7 +230,9 @@ class OuterState:
             elif fragment.residual is not None and pending.replaces:
                 fragment.residual.zero_()  # the rounding errors belonged to the old anchor
             fragment.version = pending.number
-            fragment.lacks_momentum = False  # replace_anchor() then sets it
+            # Anchor and momentum belong together now. Only replace_anchor() comes here without a momentum;
+            # it sets this to True afterwards.
+            fragment.lacks_momentum = False
 
     def _step(
         self,
@@ -304,6 +309,10 @@ class OuterState:
         """Replace a fragment's anchor by that of another job; add_momentum() completes the fragment.
 
         Training can begin with the anchors. No outer step may be taken before the momentum is there.
+
+        Args:
+            fragment, version, anchor: See replace().
+            momentum: None: it is taken later. (A parameter because this is a take.Store, like replace().)
         """
         self.replace(fragment, version, anchor, momentum)
         fragment.lacks_momentum = True
@@ -318,6 +327,12 @@ class OuterState:
         """Store the momentum that belongs to an anchor of replace_anchor().
 
         It is dropped if it has another version: the other job has taken an outer step in between.
+
+        Args:
+            fragment: The fragment.
+            version: Version of the other job's fragment when it sent the momentum.
+            anchor: Not used. (A parameter because this is a take.Store, like replace().)
+            momentum: This rank's elements of the momentum; None only if the algorithm has none.
         """
         with self.lock:
             if version == fragment.version and fragment.momentum is not None:
@@ -326,9 +341,11 @@ class OuterState:
                 fragment.lacks_momentum = False
 
     def give_up_incomplete(self) -> None:
-        """Give fragments whose momentum did not come version 0, so that the job takes them again.
+        """Give fragments whose momentum could not be taken version 0 and a momentum of zeros.
 
-        If no other job is left, the job goes on with their anchors, as if its run began with them.
+        Version 0 means: no outer step yet. So the coordinator finds these fragments outdated, and lets the
+        job take them again. If no other job is left to give them, the job keeps the anchors that it has
+        taken, and trains on as if they were the initial weights of a new run.
         """
         with self.lock:
             for fragment in self.fragments:
@@ -351,8 +368,9 @@ class OuterState:
         Args:
             fragment: The fragment.
             version: Version of the other job's fragment: the round of its last outer step.
-            anchor: This rank's elements of the other job's anchor.
-            momentum: The same elements of its momentum; None: the algorithm has none.
+            anchor: This rank's elements of the other job's anchor; never None here.
+            momentum: The same elements of its momentum; None: keep the momentum that is there, or the
+                algorithm has none.
         """
         with self.lock:
             fragment.pending.clear()
@@ -374,8 +392,9 @@ class OuterState:
         Args:
             fragment: The fragment.
             version: Version of the other job's fragment: the round of its last outer step.
-            anchor: This rank's elements of the other job's anchor.
-            momentum: The same elements of its momentum; None: the algorithm has none.
+            anchor: This rank's elements of the other job's anchor; never None here.
+            momentum: The same elements of its momentum; None: keep the momentum that is there, or the
+                algorithm has none.
         """
         assert anchor is not None
         with self.lock:

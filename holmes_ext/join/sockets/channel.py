@@ -104,7 +104,8 @@ class Channel:
         Args:
             document: The document.
             deadline: Until when it must be sent.
-            reserve: Called with the number of bytes that the document holds until it is sent.
+            reserve: Called before sending, with the size of the encoded document in bytes. It can limit
+                the memory of all messages under way by raising an error.
         """
         payload = pack(document)
         reserve(len(payload))
@@ -183,7 +184,8 @@ class Channel:
         """Yield, in order, the buffers to fill from the socket so that `buffers` are filled.
 
         Headers of frames need buffers, too: those come in between. The caller fills each buffer
-        before it takes the next one. The sender may have divided the data into other buffers.
+        before it takes the next one. The sender's buffers may have other sizes: both ends divide the data
+        into the same frames, each of FRAME_BYTES, and a shorter last one.
 
         Args:
             buffers: Buffers for the data.
@@ -191,13 +193,13 @@ class Channel:
         Raises:
             BrokenFrame: A frame is broken; raised after its header was filled.
         """
-        for chunk in _chunks(buffers):
+        for chunk in _chunks(buffers):  # buffers, or parts of them, for the payload of one frame
             header = bytearray(_HEADER.size)
             yield memoryview(header)
             length = _total_bytes(chunk)
-            # The header was filled meanwhile. length_of() returns the length that it announces, and
-            # raises BrokenFrame if that is more than expected. With less, the sender sends other
-            # data.
+            # The header was filled meanwhile. length_of() returns the payload's length in it, and raises
+            # BrokenFrame if that is more than expected. If it is less, this is not a frame of the data
+            # that this end expects.
             if self._received.length_of(header, longest=length) != length:
                 raise BrokenFrame("it is at other bytes")
             yield from chunk
@@ -205,8 +207,8 @@ class Channel:
     def lives(self) -> bool:
         """Return whether the other end has not closed the connection, as far as this end knows.
 
-        Nothing is read. Unread bytes do not hide the end: an end whose TLS fails sends an alert
-        before it closes the connection.
+        Nothing is read. That the other end has closed the connection is found even if bytes that it sent
+        before are still unread. (An end whose TLS fails, for example, sends an alert before it closes.)
         """
         poll = select.poll()
         try:

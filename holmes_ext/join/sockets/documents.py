@@ -27,16 +27,23 @@ def pack(document: dict[str, Any]) -> bytes:
 
 
 def _list_of(value: object) -> list[Any]:
-    """Return the list for an array; raise TypeError for another value that JSON does not have."""
+    """Convert an array.array of numbers to a list.
+
+    json.dumps() calls this for each value that it cannot encode itself (its parameter `default`).
+
+    Raises:
+        TypeError: The value is not an array.
+    """
     if isinstance(value, array):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def parsed_bytes(data: bytes | bytearray) -> int:
-    """Return about how many bytes the values of a JSON text take in memory, without their texts.
+    """Return about how many bytes of memory the values of a JSON text take when it is parsed.
 
-    A text with more than MOST_VALUES is never parsed.
+    The characters of strings are not included, because callers count the JSON text itself, too. For a text
+    with more than MOST_VALUES values, the result is that for MOST_VALUES, as unpack() does not parse it.
     """
     return _BYTES_PER_VALUE * min(_most_values(data), MOST_VALUES)
 

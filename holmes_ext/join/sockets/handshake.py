@@ -86,7 +86,9 @@ class Credentials:
 
     Args:
         contexts: TLS contexts with certificate and CA.
-        names_hosts: The coordinator's certificate names its host, because the CA is a site's.
+        names_hosts: The CA is a site's (an organization's), which names hosts in its certificates. So the
+            coordinator's certificate must name the coordinator's host. False: the CA is the run's, and
+            the certificate must name COORDINATOR.
     """
 
     def __init__(self, contexts: TlsContexts, names_hosts: bool = False):
@@ -99,12 +101,28 @@ class Credentials:
 
     @classmethod
     def of_run(cls, pair: KeyPair, authority: str) -> Credentials:
-        """Return credentials with a certificate of the run's CA (see contexts_of())."""
+        """Return credentials with a certificate that the run's CA has signed.
+
+        Args:
+            pair: Private key and certificate of this process, as PEM texts.
+            authority: Certificate of the run's CA, as PEM text.
+
+        Raises:
+            ValueError, OSError: The texts cannot be read, or do not belong together.
+        """
         return cls(contexts_of(pair, authority))
 
     @classmethod
     def of_site(cls, certificate: str, authority: str) -> Credentials:
-        """Return credentials from a site's PEM files; HolmesError if they cannot be used."""
+        """Return credentials with a certificate that a site's CA has signed, from PEM files.
+
+        Args:
+            certificate: Path of the file with certificate, chain and private key of this process.
+            authority: Path of the file with the certificate of the CA.
+
+        Raises:
+            HolmesError: A file cannot be read or used.
+        """
         return cls(site_contexts(certificate, authority), names_hosts=True)
 
     def coordinator_name(self, host: str) -> str:
@@ -112,7 +130,11 @@ class Credentials:
         return host if self._names_hosts else COORDINATOR
 
     def accept_strangers(self) -> None:
-        """Accept callers without a certificate, too; `problem_of` of answer() must reject most of them."""
+        """Accept TLS connections from callers without a certificate, too.
+
+        A job needs this to redeem its invitation, which gets it a certificate. So the listener must pass
+        answer() a `problem_of` that rejects such callers with any other purpose.
+        """
         self.contexts.server.verify_mode = ssl.CERT_OPTIONAL
 
     def is_revoked(self, holder: Holder) -> bool:
@@ -310,7 +332,12 @@ def _receive_as_caller(channel: Channel, where: str, deadline: Deadline) -> dict
 
 
 def problem_of_caller(purpose: Purpose, holder: Holder) -> str:
-    """Return why a caller may not speak for the job that its purpose names; "" if it may."""
+    """Return why a caller may not speak for the job that its purpose names; "" if it may.
+
+    Args:
+        purpose: Document of the caller; its key "job" is the job for which it claims to speak.
+        holder: Holder of the caller's certificate, whose names must include that job.
+    """
     job = printable(str(purpose.get("job", "")), 100)
     if job and job in holder.names:
         return ""
@@ -396,9 +423,9 @@ def _accept_tls(
         connection: The TCP connection; closed if the handshake fails.
         context: TLS context of the listener.
         deadline: Until when the handshake must be complete.
-        on_tls: Called with the TLS socket before the handshake, which may block: so another thread
-            can close the socket. Wrapping has detached the TCP connection from the old socket
-            object.
+        on_tls: Called with the TLS socket before the handshake. While the handshake blocks, another
+            thread can end it by closing this socket. It cannot do so with `connection`: that object
+            has lost its TCP connection to the TLS socket.
 
     Raises:
         NotHolmes: The handshake failed.

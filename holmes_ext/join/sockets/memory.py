@@ -21,12 +21,15 @@ class MemoryExhausted(ConnectionError):
 
 
 class Reservation:
-    """Memory that one message holds; it grows before the memory is used.
+    """Number of bytes that one message under way takes in memory, or is about to take.
+
+    Whoever receives or sends the message calls grow() before it uses more memory.
 
     Args:
-        budget: Limits that the reservation counts against.
+        budget: Limits on the sum of all reservations, and of those of one job.
         job: The job that sends or gets the message.
-        cut: Shuts the connection of the message down; any thread may call it.
+        cut: Shuts the connection of the message down. The budget calls it, from another thread, to get
+            the memory back for messages of other jobs.
     """
 
     def __init__(self, budget: MemoryBudget, job: str, cut: Callable[[], None]):
@@ -40,17 +43,22 @@ class Reservation:
         """Reserve `count` more bytes.
 
         Raises:
-            MemoryExhausted: A limit is reached, or the connection was closed for another job.
+            MemoryExhausted: A limit is reached. Or the budget has closed the connection of this message
+                before, because messages of another job needed its memory.
         """
         self._budget.grow(self, count)
 
 
 class MemoryBudget:
-    """Limits of the bytes that messages hold at a time. Thread-safe.
+    """Limits on the memory that messages under way take at the same time. Thread-safe.
+
+    A message that would exceed the limit of its job is refused. If it would exceed the limit of all jobs, the
+    connections with messages of the job that takes most memory are closed. If that would be the message's own
+    job, the message is refused instead.
 
     Args:
-        most: Bytes of all jobs.
-        most_of_job: Bytes of one job.
+        most: Bytes for the messages of all jobs, at most.
+        most_of_job: Bytes for the messages of one job, at most.
     """
 
     def __init__(self, most: int, most_of_job: int):
@@ -75,7 +83,8 @@ class MemoryBudget:
             cut: Shuts the connection of the message down; any thread may call it.
 
         Raises:
-            MemoryExhausted: In place of the error of a connection that was closed for another job.
+            MemoryExhausted: The connection was closed because messages of another job needed the memory.
+                Raised in place of the OSError of the closed connection.
         """
         reservation = Reservation(self, job, cut)
         with self._lock:
@@ -124,7 +133,7 @@ class MemoryBudget:
             reservation.cut()  # its thread gets an error, and frees the memory
 
     def _release(self, reservation: Reservation) -> None:
-        """Stop counting a reservation. The caller holds the lock."""
+        """Remove a reservation, and subtract its bytes from its job's. The caller holds the lock."""
         self._reservations.discard(reservation)
         self._held[reservation.job] -= reservation.held
         reservation.held = 0

@@ -30,7 +30,15 @@ def request_memory() -> MemoryBudget:
 
 
 def receive_heartbeat(channel: Channel) -> dict[str, Any]:
-    """Receive the next heartbeat of a job."""
+    """Wait for the next heartbeat of a job, and return it.
+
+    Returns:
+        "round" and "step" of the job, its telemetry, and "ends" (the reason) if the job ends.
+
+    Raises:
+        TimeoutError: No heartbeat came within SILENCE_S seconds.
+        OSError: The connection is lost.
+    """
     return channel.receive(Deadline(SILENCE_S, "a heartbeat"), _LONGEST_HEARTBEAT)
 
 
@@ -40,9 +48,11 @@ def answer_request(
     memory: MemoryBudget,
     reply_to: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> None:
-    """Receive a request of a job and send the reply; both count as memory of the job meanwhile.
+    """Wait for a request of a job, and send the reply.
 
-    Loopback addresses of ranks are not passed on from or to another host.
+    Until the reply is sent, the memory of request and reply counts against the limits of the job. If the job
+    runs on another host, loopback addresses of ranks are removed from both: such an address has a meaning
+    only on its own host.
 
     Args:
         channel: Connection to the job.
