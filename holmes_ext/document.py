@@ -350,7 +350,7 @@ def load_json(path: str | Path, advice: str) -> Table:
 
 
 def parse_json(text: str, source: str, advice: str) -> Table:
-    """Return the object in a JSON text as a table. The arguments are those of parse_json_value()."""
+    """Return the object in a JSON text. Errors begin with `source` and end with `advice`, the way out."""
     value = parse_json_value(text, source, advice)
     if isinstance(value, dict):
         return Table(value, source)

@@ -105,8 +105,10 @@ def _is_of_kernel(path: Path) -> bool:
 def _followed(path: Path) -> Path:
     """Return the path to which a link leads, or the path itself if it is no link.
 
+    Links in /proc are returned unchanged: only the kernel can follow them.
+
     Raises:
-        OSError: The link belongs to another user, or the path cannot be examined.
+        OSError: The link belongs to another user than this one and root, or the path cannot be examined.
     """
     for _ in range(_MOST_LINKS):
         try:

@@ -268,9 +268,11 @@ def _remarks_about(nic: Nic, findings: Sequence[Finding]) -> list[str]:
 
 
 def _order_by_use(nic: Nic) -> tuple[bool, bool, int, bool, int]:
-    """Return a sort key that puts useful NICs first: usable ones, those that are down, unused ones.
+    """Return a sort key that puts useful NICs first.
 
-    Within each of these three, fast kinds and fast NICs come first.
+    The order is: NICs that are up, NICs that are down, NICs that no job uses (`skipped` has the reason).
+    Each of these groups is sorted by kind, in the order of KINDS. Ethernet NICs with an address precede
+    those without one. Then the NIC with the higher rate comes first.
     """
     lacks_address = not nic.addresses and nic.kind == "ethernet"
     kind_rank = list(KINDS).index(nic.kind)

@@ -292,7 +292,8 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
     """
     is_live = os.path.realpath(args.sysfs) == "/sys"
     has_captured_addresses = not is_live and captured_addresses(args.sysfs) is not None
-    environ = dict(os.environ)  # for code that finds a captured tree by HOLMES_SYSFS
+    # args.sysfs may be a copy of another machine's /sys. Other code finds it by HOLMES_SYSFS.
+    environ = dict(os.environ)
     if not is_live:
         environ["HOLMES_SYSFS"] = args.sysfs
     name = node_name(os.environ)
@@ -306,6 +307,7 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
         nccl=nccl_of_node(environ, nics),
     )
     cluster_kind = kind_of(name, spec)  # "" if cluster.toml does not have this node
+    # `skipped` is why jobs do not use a NIC. mark_unused() changes it for NICs that cluster.toml leaves out.
     marked_nics = mark_unused(nics, name, spec)
     unused = [
         marked.name for marked, nic in zip(marked_nics, nics) if marked.skipped != nic.skipped
@@ -334,7 +336,7 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
         versions,
         settings=variables.settings(os.environ),
         findings=tuple(findings),
-        nccl=tuple(nccl.handed_over(node, spec, environ)),
+        nccl=tuple(nccl.handed_over(node, spec, environ)),  # lines with the settings for NCCL
     )
 
 

@@ -41,8 +41,9 @@ PATCHING = {
 #: torch.distributed: ...". check_patches() recognizes such reasons by it.
 _WHILE_IMPORTING = " while importing "
 _MOST_SHOWN = 120  # characters of a line of code
-#: Import lines of .pth files that touch no framework.
-_HARMLESS = (
+#: Texts by which .pth files are recognized that change no framework: the import line has one of them, or
+#: the name of the file begins with one.
+_HARMLESS_PTH = (
     "holmes_ext",
     "_distutils_hack",
     "_virtualenv",
@@ -309,12 +310,17 @@ def check_compilers(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _start_up_code(folders: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield (file, code) for code that Python runs at every start: .pth files and sitecustomize.py."""
+    """Yield (file, code) for code that Python runs at every start and that may change a framework.
+
+    Such code are import lines in .pth files, sitecustomize.py and usercustomize.py.
+    """
     for folder in map(Path, dict.fromkeys(folders)):
         for file in sorted(folder.glob("*.pth")):
             for line in _lines_of(file):
-                harmless = any(word in line or file.name.startswith(word) for word in _HARMLESS)
-                if line.startswith(("import ", "import\t")) and not harmless:
+                is_harmless = any(
+                    word in line or file.name.startswith(word) for word in _HARMLESS_PTH
+                )
+                if line.startswith(("import ", "import\t")) and not is_harmless:
                     yield str(file), line.strip()
         for name in ("sitecustomize.py", "usercustomize.py"):
             if (folder / name).exists():

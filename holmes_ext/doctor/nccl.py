@@ -113,7 +113,9 @@ def check_nccl(
             mend="take the line out of the file",
         )
     for name, (value, file) in file_settings(environ).items():
-        if name == SHARED and value != "0":  # NCCL_COMM_SPLIT_SHARE_RESOURCES
+        # SHARED is NCCL_COMM_SPLIT_SHARE_RESOURCES: a group that is split off shares its parent's network,
+        # so NCCL refuses one for which holmes names another network.
+        if name == SHARED and value != "0":
             yield problem(
                 file,
                 what=f"sets {name}={value}",
@@ -121,12 +123,15 @@ def check_nccl(
                 " its own (ncclInvalidUsage)",
                 mend="take the line out of the file",
             )
-        yield from _check_line(name, FileSetting(value, file), () if is_captured else nics, unused)
+        yield from _check_line_of_file(
+            name, FileSetting(value, file), () if is_captured else nics, unused
+        )
     if nccl_of_node.plugin:
         yield _note_on_plugin(nccl_of_node, nics)
         _, version = installed_nccl()
+        # FORGETS_PLUGINS, FREES_TWICE: versions of NCCL with a bug in how they handle plugins. The first
+        # bug does not occur if KEEP_PLUGIN (NCCL_NET_PLUGIN_REF_COUNT) keeps the plugin loaded.
         is_kept = environ.get(KEEP_PLUGIN, "0") != "0"
-        # FORGETS_PLUGINS, FREES_TWICE: versions of NCCL with a bug in how they handle plugins.
         if version is not None and version in FORGETS_PLUGINS and not is_kept:
             yield problem(
                 nccl_of_node.plugin,
@@ -145,10 +150,10 @@ def check_nccl(
 
 
 #: Variables that select NICs, and which holmes sets unless the user has.
-_SELECTING = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX")
+_NIC_SELECTORS = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX")
 
 
-def _check_line(
+def _check_line_of_file(
     name: str, setting: FileSetting, nics: Sequence[Nic], unused: Collection[str]
 ) -> Iterator[Finding]:
     """Yield findings about one line of a configuration file of NCCL.
@@ -175,7 +180,7 @@ def _check_line(
             why="NCCL takes the whole rest of the line for the value",
             mend=f"write {name}={value.strip()}",
         )
-    elif name in _SELECTING:
+    elif name in _NIC_SELECTORS:
         problems = list(_problems_of_value(name, value, nics, unused)) if nics else []
         for finding in problems:
             remedy = "take the line out of the file: holmes sets the variable on each node"
@@ -201,7 +206,16 @@ def _check_line(
 def _problems_of_value(
     name: str, value: str, nics: Sequence[Nic], unused: Collection[str]
 ) -> Iterator[Finding]:
-    """Return the problems that the value of a variable of _SELECTING would be in the environment, too."""
+    """Return the problems with the value of a variable that selects NICs.
+
+    They are those that `holmes doctor` reports about the same value in the environment.
+
+    Args:
+        name: The variable, of _NIC_SELECTORS.
+        value: Its value.
+        nics: The NICs of the node.
+        unused: Names of the NICs that cluster.toml leaves out.
+    """
     if name == "NCCL_SOCKET_IFNAME":
         found = check_socket_names(value, nics)
     elif name == "NCCL_IB_HCA":

@@ -110,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
     """Print a cluster.toml for the nodes that Slurm, Kubernetes or files list. Return 0.
 
     With --output, the file is written instead. If it exists, only new nodes and clusters are added
-    to it, and printed. If kinds or rates of NICs are missing and standard input is a terminal, the
+    to it, and printed. Its other values stay, and a line names each that differs from --kind or
+    --rate. If kinds or rates of NICs are missing and standard input is a terminal, the
     user is asked for them.
 
     Raises:
@@ -126,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
     additions = write.Additions(nodes={}, clusters=clusters)
     if args.output and os.path.exists(args.output):
         existing = load_spec(args.output)
+        # Only the nodes that the file lacks: some join its clusters, others form new ones.
         additions = write.split(existing, clusters)
 
     kinds = named_values(args.kind, (), "--kind")
@@ -134,7 +136,9 @@ def run(args: argparse.Namespace) -> int:
         for name, text in named_values(args.rate, (), "--rate").items()
     }
     ethernet_bps = rates.pop(_ETHERNET, 0)
-    kept = _take_out_kept_values(existing, kinds, rates, ethernet_bps) if existing else []
+    # From here on, `kinds` and `rates` are those of new clusters. `kept` names values of the file that
+    # differ from the options.
+    kept = _drop_options_of_existing(existing, kinds, rates, ethernet_bps) if existing else []
     new_clusters, missing = completed(additions.clusters, kinds, rates)
     needs_ethernet_rate = not existing and not ethernet_bps
     if missing or needs_ethernet_rate:
@@ -161,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _take_out_kept_values(
+def _drop_options_of_existing(
     existing: SiteSpec, kinds: dict[str, str], rates: dict[str, int], ethernet_bps: int
 ) -> list[str]:
     """Return the parts of a file that differ from --kind and --rate: ["cluster a", "ethernet"].

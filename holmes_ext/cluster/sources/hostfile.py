@@ -215,6 +215,8 @@ def _parse_line(line: str, where: str) -> Iterator[_Entry]:
 def _parse_rank(line: str, where: str) -> _Entry:
     """Return the host of a line of Open MPI's rankfile, such as "rank 0=gpu01 slot=0-3".
 
+    Such a line is about one process, so the entry has no number of slots.
+
     Raises:
         HolmesError: the line has another form, or names the host by its position ("+n0").
     """
@@ -223,7 +225,7 @@ def _parse_rank(line: str, where: str) -> _Entry:
         raise HolmesError(
             f"{where}: {line!r:.80} names no host; lines of a rankfile are like `rank 0=gpu01 slot=0-3`"
         )
-    return _Entry(match[1], "")
+    return _Entry(match[1], slots="")
 
 
 def _parse_pbs(line: str, where: str) -> Iterator[_Entry]:

@@ -57,6 +57,7 @@ _PCI_NICS = {
 }
 #: RDMA devices of software, which no cluster is built on: Soft-RoCE and Soft-iWARP.
 _SOFTWARE = re.compile(r"(rxe|siw)")
+#: Largest number of a node's GPUs in the result. A file with more is wrong.
 _MANY_GPUS = 64
 _MOST_NAMED = 6
 _GIGA = 10**9
@@ -85,7 +86,7 @@ class _Port:
 
     @property
     def is_usable(self) -> bool:
-        """Whether clusters are built on such devices: neither software nor iWARP."""
+        """Whether holmes counts the port: neither one of software RDMA (_SOFTWARE) nor one of iWARP."""
         return not _SOFTWARE.match(self.device) and "iwarp" not in self.transport.lower()
 
     @property
@@ -103,17 +104,17 @@ class _Port:
 
 
 class ReadNode(NamedTuple):
-    """A node, and lines about what its file has and the cluster.toml does not get."""
+    """A node, and notes for the user on the ports that its cluster.toml leaves out."""
 
     node: FoundNode
-    notes: list[str]
+    notes: list[str]  # such as "gpu01: not counted: mlx5_4:1: down"
 
 
 def read_outputs(paths: Sequence[str]) -> list[ReadNode]:
-    """Return the nodes whose programs' outputs are in some files.
+    """Return the nodes that files with the output of ibstat, ibv_devinfo, nvidia-smi or lspci describe.
 
     Raises:
-        HolmesError: A file cannot be read, has no output of these programs, or does not say how many GPUs
+        HolmesError: A file cannot be read, has no output of such a program, or does not say how many GPUs
             the node has.
     """
     nodes = []
@@ -147,11 +148,11 @@ def _read_node(name: str, lines: Sequence[str], path: str) -> ReadNode:
 
     Args:
         name: Name of the node.
-        lines: Output of the programs on it.
+        lines: Output of ibstat, ibv_devinfo, nvidia-smi or lspci on the node, or of several of them.
         path: File with the lines, for messages.
 
     Raises:
-        HolmesError: The lines have no output of these programs, or do not say how many GPUs there are.
+        HolmesError: The lines have no output of such a program, or do not say how many GPUs there are.
     """
     gpus = _gpus(lines)
     ports = _ports(lines)
@@ -165,6 +166,7 @@ def _read_node(name: str, lines: Sequence[str], path: str) -> ReadNode:
         raise HolmesError(
             f"{path}: the number of GPUs of {name} is not in it; on that node: nvidia-smi -L >> {path}"
         )
+    # The outputs do not name the network. Nodes of one series of names (gpu01, gpu02) should share one.
     fabric = series_of(name)
     node = FoundNode(
         name, gpus.number, kind=pci_kind, gpu=gpus.name, fabric=fabric, labels=(fabric,)
@@ -180,17 +182,17 @@ def _read_node(name: str, lines: Sequence[str], path: str) -> ReadNode:
 
 
 class _Gpus(NamedTuple):
-    """GPUs of a node."""
+    """Number and model of a node's GPUs."""
 
-    number: int
-    name: str  # "" if the output does not say it
+    number: int  # of GPUs
+    name: str  # their model, such as "H100"; "" if it is not in the output, or they differ
 
 
 def _gpus(lines: Sequence[str]) -> _Gpus:
-    """Return the GPUs in the output of nvidia-smi, or else of lspci."""
-    names: dict[int, str] = {}  # number of a GPU -> its name
-    columns: set[str] = set()
-    pci_names = []
+    """Return number and model of the GPUs in the output of nvidia-smi, or else of lspci."""
+    names: dict[int, str] = {}  # index of a GPU -> its model, from nvidia-smi or nvidia-smi -L
+    columns: set[str] = set()  # GPU0, GPU1, ... of the matrix of nvidia-smi topo -m, without models
+    pci_names = []  # models in the output of lspci
     for line in lines:
         text = line.strip()
         listed = _LISTED_GPU.fullmatch(text) or _TABLE_ROW.fullmatch(text)
@@ -198,7 +200,8 @@ def _gpus(lines: Sequence[str]) -> _Gpus:
         words = text.split()
         if listed:
             names[int(listed[1])] = listed[2]
-        elif words and words[0] == "GPU0" and "X" not in words[:2]:  # the header of topo -m
+        # The matrix has the header "GPU0 GPU1 ...". Its first row begins with "GPU0 X", and is skipped.
+        elif words and words[0] == "GPU0" and "X" not in words[:2]:
             columns |= {word for word in words if _GPU_COLUMN.fullmatch(word)}
         elif device and device[1] in _PCI_GPU_CLASSES and device[2].startswith(_PCI_GPU_VENDORS):
             model = _MODEL_IN_BRACKETS.search(device[2])
@@ -236,11 +239,13 @@ def _ports(lines: Sequence[str]) -> list[_Port]:
 
 
 def _with_field(port: _Port, name: str, value: str) -> _Port:
-    """Return a port with one more value.
+    """Return a port with the value of a line such as "State: Active".
+
+    A line that is not needed here leaves the port as it is.
 
     Args:
         port: The port.
-        name: Name of the field in lower case: "state", "rate", "link layer", "active width" ...
+        name: First part of the line in lower case: "state", "rate", "link layer", "active width" ...
         value: Its value, such as "Active", "4: ACTIVE", "200 Gb/sec (4X HDR)" or "25.0 Gbps (32)".
     """
     number = _RATE.match(value)
@@ -250,6 +255,7 @@ def _with_field(port: _Port, name: str, value: str) -> _Port:
         return replace(port, layer=value.split()[0] if value else "")
     if name == "rate" and number:
         return replace(port, rate_bps=int(float(number[1]) * _GIGA))
+    # ibv_devinfo -v has the number of lanes ("active width: 4X") and the speed of one ("active speed").
     if name == "active width":
         width = _WIDTH.match(value)
         return replace(port, lanes=int(width[1]) if width else 0)
@@ -259,11 +265,11 @@ def _with_field(port: _Port, name: str, value: str) -> _Port:
 
 
 class _UsedPorts(NamedTuple):
-    """The ports that form a node's connection to its cluster."""
+    """Ports of a node's NICs that carry its traffic to the other nodes of the cluster."""
 
-    kind: str
+    kind: str  # of the NICs, such as "ib"; "" if it is not known
     ports: list[_Port]
-    notes: list[str]
+    notes: list[str]  # on ports that are left out
 
 
 def _used_ports(ports: Sequence[_Port]) -> _UsedPorts:

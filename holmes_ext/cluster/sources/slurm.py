@@ -170,7 +170,7 @@ def nodes_of_file(
     Args:
         path: The file, "-" for standard input.
         partitions: Partitions whose nodes are wanted; () for all nodes.
-        topology: Topology of the network. None: the file says nothing about it.
+        topology: Topology of the network. None if it is not known: the nodes then have no fabric.
 
     Raises:
         HolmesError: the file cannot be read or has no nodes, or a partition has no node.

@@ -215,8 +215,12 @@ def _check_plan(
 def _check_layout(rest: list[str], plan: Plan, is_split_by_holmes: bool) -> Iterator[Finding]:
     """Yield findings about the training script's own arguments, compared with the plan.
 
-    One finding is a model (layers, heads, ...) that the plan's parallel sizes cannot divide. The
-    framework would refuse it at start-up. Another is an unknown flag that resembles one of holmes.
+    The findings are about:
+
+        - an order of the nodes that Megatron-DeepSpeed refuses
+        - unknown flags that resemble one of holmes
+        - flags that do not describe a complete model, which is then not checked further
+        - a model (layers, heads, batch, ...) that the plan's parallel sizes cannot divide
 
     Args:
         rest: The script and its arguments without the flags that holmes knows.
@@ -225,11 +229,13 @@ def _check_layout(rest: list[str], plan: Plan, is_split_by_holmes: bool) -> Iter
             pipeline stage gets.
     """
     described = describe(rest)
-    first_rank = refused_first_rank(plan)
-    if first_rank and described.framework == "megatron-deepspeed":
+    # Megatron-DeepSpeed requires the first rank of each node to be a multiple of the node's GPUs. This is
+    # the message about a node that breaks the rule, or "".
+    first_rank_message = refused_first_rank(plan)
+    if first_rank_message and described.framework == "megatron-deepspeed":
         yield problem(
             "the command",
-            what=first_rank,
+            what=first_rank_message,
             why="the framework ends with an error",
             mend="change the nodes as the line says",
         )

@@ -159,7 +159,10 @@ class Command:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Arguments with variables that only a running shell replaces, each with the flag before it."""
+        """Arguments whose values are not known here, such as "$LR": only a running shell replaces them.
+
+        If such an argument is the value of a flag, it follows the flag: "--lr $LR".
+        """
         found = []
         for before, word in zip(["", *self.arguments], self.arguments):
             if not has_variable(word):
@@ -272,7 +275,7 @@ def _message_about_model(program: str, model_source: str) -> str:
 
 
 class _ShellText(NamedTuple):
-    """Commands in the syntax of a shell, in the words of a command: TEXT of `bash -c TEXT`."""
+    """Text among the words of a command that a shell would run, such as TEXT of `bash -c TEXT`."""
 
     text: str
     start: int  # the text is words[start:end] of the command
@@ -312,7 +315,7 @@ def _with_shell_text(words: list[str], environ: Mapping[str, str], depth: int) -
         if shell_text.name:
             variables["0"] = shell_text.name
         inner = _training_command(shell_text.text, variables, depth, shell_text.arguments)
-        if shell_text.is_script and not _trains(inner):
+        if shell_text.is_script and not _may_train(inner):
             continue  # a script that sets up an environment, for example
         return [*before, *inner, *after]
     return words
@@ -368,11 +371,12 @@ def _shell_text_at(words: list[str], index: int) -> _ShellText | None:
         )
     if word in ("--wrap", "eval") and index + 1 < length:
         text = words[index + 1]
-        is_script = text.startswith("#!")  # of `sbatch <<EOF`; it may have #SBATCH lines
+        # simple_commands() turns `sbatch <<EOF` with the lines of a script into `sbatch --wrap SCRIPT`.
+        is_script = text.startswith("#!")
         return _ShellText(text, start=index + 1, end=index + 2, is_script=is_script)
     if word.startswith("--wrap="):
         return _ShellText(word.partition("=")[2], start=index, end=length)
-    if name == "ssh" and index == 0:
+    if name == "ssh" and index == 0:  # a later one may be the value of an option: pdsh -R ssh
         start = _index_of_remote_command(words)
         if start is None:
             return None
@@ -474,17 +478,17 @@ def _training_command(
     if not candidates:
         return []
 
-    def rank(item: tuple[int, list[str]]) -> tuple[bool, bool, int]:
-        """Return the sort key of a command, given with its index in the text. The highest counts."""
+    def priority(item: tuple[int, list[str]]) -> tuple[bool, bool, int]:
+        """Return whether rules 1 and 2 prefer a command, and its index in the text for rule 3."""
         index, words = item
         names = [PurePosixPath(word).name for word in words]
         has_launcher = any(name in _LAUNCHERS or name.startswith("torch.dist") for name in names)
-        return (_trains(words), has_launcher, index)
+        return (_may_train(words), has_launcher, index)
 
-    return max(enumerate(candidates), key=rank)[1]
+    return max(enumerate(candidates), key=priority)[1]
 
 
-def _trains(words: Sequence[str]) -> bool:
-    """Return whether a command has a Python script or module, or a console command that trains."""
+def _may_train(words: Sequence[str]) -> bool:
+    """Return whether a command has a Python script, an option -m, or a name of CONSOLE_COMMANDS."""
     has_script = any(word.endswith(".py") or word == "-m" for word in words)
     return has_script or any(PurePosixPath(word).name in CONSOLE_COMMANDS for word in words)

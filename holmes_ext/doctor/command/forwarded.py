@@ -73,12 +73,14 @@ def _check_options(
         has_flag: Whether --holmes is among the script's arguments.
         advice: How to pass a variable on.
     """
-    wanted = [variable(name) for name in names()]  # of all options of holmes
+    # names(): all options of holmes, such as "fallback"; variable("fallback"): "HOLMES_FALLBACK"
+    wanted = [variable(name) for name in names()]
     if not has_flag:
         wanted.append("HOLMES")
     lost = sorted(name for name in wanted if environ.get(name) and name not in passed)
     if lost:
-        # PREFIX is "--holmes". Ranks with neither the flag nor HOLMES=1 run without holmes.
+        # Without HOLMES_FALLBACK, for example, ranks on other nodes have the default of this option.
+        # Without HOLMES=1 and the flag --holmes (PREFIX), they run without holmes.
         yield problem(
             ", ".join(lost),
             what=f"set here, but {launcher} does not pass it to the other nodes",

@@ -78,9 +78,8 @@ def read_launches(words: Sequence[str], environ: Mapping[str, str]) -> list[Laun
     for name, launcher_words in found:
         options = by_name(written_options(launcher_words))
         if may_write_files and has_missing_file(options):
-            launches.append(
-                LaunchedNodes(name)
-            )  # the script writes the hostfile before it starts the job
+            # The script writes the hostfile before it starts the job.
+            launches.append(LaunchedNodes(name))
             continue
         try:
             launches.append(replace(_READERS[name](options, environ), launcher=name))
@@ -98,11 +97,13 @@ class _Number:
 
 
 def _number(options: Options, *names: str) -> _Number:
-    """Return the number in the last of some options that mean the same.
+    """Return the number that an option gives, which may have several names.
+
+    The first name whose last value is a number counts.
 
     Args:
         options: The options of a launcher.
-        names: Their names without dashes.
+        names: Names of the option without dashes, such as "ntasks" and "n".
     """
     for name in names:
         value = options.get(name, [""])[-1]
@@ -119,7 +120,6 @@ def _read_torchrun(options: Options, environ: Mapping[str, str]) -> LaunchedNode
     """Return what torchrun starts.
 
     Args:
-        options: Its options.
         environ: Environment variables. PET_NNODES and PET_NPROC_PER_NODE are defaults of its options.
     """
     nodes_text = options.get("nnodes", [environ.get("PET_NNODES", "")])[-1]
@@ -147,7 +147,6 @@ def _read_deepspeed(options: Options, environ: Mapping[str, str]) -> LaunchedNod
     """Return what the deepspeed launcher starts.
 
     Args:
-        options: Its options.
         environ: Environment variables; not used.
 
     Raises:
@@ -242,14 +241,14 @@ def _read_mpirun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
             f"{total.flag} is {total.value}, but {host_flag} has {slot_count} slots: mpirun ends with "
             '"not enough slots"'
         )
-    hosts = _filled(slots, total.value, per_node.value)
+    hosts = _processes_by_host(slots, total.value, per_node.value)
     return replace(
         launch,
         nodes=len(hosts),
         node_flag=host_flag,
         hosts=hosts,
         host_flag=host_flag,
-        world_size=0,
+        world_size=0,  # `hosts` has the number already
         error=error,
     )
 
@@ -271,7 +270,7 @@ def _add_slots(slots: dict[str, int], hosts: str) -> None:
             slots[host] = slots.get(host, 0) + (int(count) if count.isdecimal() else 1)
 
 
-def _filled(slots: Mapping[str, int], total: int, per_node: int) -> dict[str, int]:
+def _processes_by_host(slots: Mapping[str, int], total: int, per_node: int) -> dict[str, int]:
     """Return how many processes mpirun starts on each host.
 
     Args:
@@ -299,7 +298,6 @@ def _read_srun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
     """Return what srun starts.
 
     Args:
-        options: Its options.
         environ: Environment variables. Inside of an allocation, SLURM_... are defaults of the options.
 
     Raises:
@@ -319,8 +317,9 @@ def _read_srun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
     node_flag = "--nodes"
     if not nodes and tasks.value and per_node.value:
         nodes = -(-tasks.value // per_node.value)
-        node_flag = "--ntasks"
-    if len(names) != nodes:  # more hosts may be added, or their number is not given
+        node_flag = "--ntasks"  # the option that the number of nodes follows from
+    # Without a number of nodes, srun starts the listed hosts. With another one, its hosts are not known.
+    if len(names) != nodes:
         names = names if not nodes else []
     processes = per_node.value
     process_flag = per_node.flag
@@ -335,7 +334,7 @@ def _read_srun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
         host_flag="--nodelist",
         processes=processes,
         process_flag=process_flag,
-        world_size=0 if nodes and processes else tasks.value,
+        world_size=0 if nodes and processes else tasks.value,  # 0 where nodes x processes gives it
         world_flag=tasks.flag,
     )
 
@@ -428,7 +427,8 @@ def stated_nodes(command: Command) -> StatedNodes:
     """
     words = list(command.launcher)
     if command.hidden_model:
-        words = list(command.words)  # a console command is its own launcher: tune run --nnodes 2
+        # Console commands, which have a hidden_model, take a launcher's options: tune run --nnodes 2
+        words = list(command.words)
     found = find_launchers(words, NAMES_OF_LAUNCHER)
     in_launchers = sum(len(launcher_words) + 1 for _, launcher_words in found)
     before = tuple(words[: len(words) - in_launchers])

@@ -18,29 +18,34 @@ from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.words import counted, some_of
 
 _MOST_NAMED = 4  # hosts that a finding lists
-_ENDS = "the job ends at start-up"
-_WAITS = "the job waits for ranks that never come, or ends at start-up"
+_JOB_ENDS = "the job ends at start-up"
+_JOB_WAITS = "the job waits for ranks that never come, or ends at start-up"
 
 
 def started_part(spec: SiteSpec, launches: Sequence[LaunchedNodes]) -> SiteSpec:
     """Return the part of cluster.toml with the nodes that a command starts, as far as they are known.
 
-    If only their number is known, the first nodes of the file are taken.
+    If only their number is known, the first nodes of the file are taken. If neither names nor number are
+    known, the result is the whole content.
 
     Args:
         spec: Content of cluster.toml.
-        launches: What the launchers of the command start, the outermost first.
+        launches: What the launchers of the command start, the outermost first: srun before the torchrun
+            that it starts.
     """
     nodes = list(spec.cluster_by_node)
     known_hosts = _known_hosts(launches, spec)
     if known_hosts:
         return spec.only(set(known_hosts))
-    count = node_count(launches) or _nodes_of_world(launches, spec)
+    count = node_count(launches) or _nodes_that_ranks_fill(launches, spec)
     return spec.only(set(nodes[:count])) if 0 < count < len(nodes) else spec
 
 
 def _known_hosts(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> list[str]:
-    """Return the nodes of cluster.toml that a launcher names, [] if none does or one is not in the file."""
+    """Return the nodes that a launcher names, as cluster.toml calls them.
+
+    The first launcher whose hosts are all in the file counts. If there is none, the result is [].
+    """
     for launch in launches:
         known = [spec.known_as(host) for host in launch.hosts]
         if known and all(known):
@@ -48,7 +53,7 @@ def _known_hosts(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> list[str]
     return []
 
 
-def _nodes_of_world(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> int:
+def _nodes_that_ranks_fill(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> int:
     """Return the number of nodes that the ranks of `mpirun -np N` fill, 0 if it is unknown.
 
     Args:
@@ -133,9 +138,11 @@ def check_launch(
         yield from _check_hosts(launch, spec)
         if node is not None:
             yield from _check_own_address(launch, spec, node)
-        factors = [inner.processes for inner in launches[position + 1 :]]
-        if launch.launcher != "srun" and all(factors):
-            yield from _check_slots(launch, spec, started_each=prod(factors))
+        # Number of processes that each inner launcher starts, 0 if it is not known.
+        inner_counts = [inner.processes for inner in launches[position + 1 :]]
+        # srun starts the same number on each host, which _check_processes() compares.
+        if launch.launcher != "srun" and all(inner_counts):
+            yield from _check_slots(launch, spec, ranks_per_process=prod(inner_counts))
     yield from _check_processes(launches, spec)
 
 
@@ -174,13 +181,15 @@ def _check_nested(outer: LaunchedNodes, inner: LaunchedNodes) -> Iterator[Findin
     yield problem(
         inner.node_flag,
         what=f"is {inner.nodes}, but {outer.launcher} starts {inner.launcher} {starts} times",
-        why=_WAITS if inner.nodes > starts else "it starts several jobs, or ends at start-up",
+        why=_JOB_WAITS if inner.nodes > starts else "it starts several jobs, or ends at start-up",
         mend=f"start {inner.launcher} once on each node, and give it the number of nodes",
     )
 
 
 def _check_node_count(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Iterator[Finding]:
-    """Yield a finding if a command does not start all nodes of cluster.toml.
+    """Yield a finding if a command starts more or fewer nodes than cluster.toml has.
+
+    More nodes are a problem. Fewer are a note with the nodes for which the sizes are checked.
 
     Args:
         launches: What the launchers of the command start, the outermost first.
@@ -193,7 +202,7 @@ def _check_node_count(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Iter
         yield problem(
             flag,
             what=f"is {count}, but the clusters have {counted(total, 'node')}",
-            why=_WAITS,
+            why=_JOB_WAITS,
             mend=f"add the nodes to a cluster in {spec.source}, or start fewer",
         )
     elif 0 < count < total:
@@ -211,6 +220,9 @@ def _check_node_count(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Iter
 def _check_hosts(launch: LaunchedNodes, spec: SiteSpec) -> Iterator[Finding]:
     """Yield a finding about hosts of a hostfile or option that are in no cluster of cluster.toml.
 
+    Host names are a problem. IP addresses may belong to nodes of the file, which has no addresses. They
+    are a note, which is left out if there is a problem.
+
     Args:
         launch: What one launcher starts.
         spec: Content of cluster.toml.
@@ -223,7 +235,7 @@ def _check_hosts(launch: LaunchedNodes, spec: SiteSpec) -> Iterator[Finding]:
             launch.host_flag,
             what=f"{some_of(names, _MOST_NAMED)} {'is' if len(names) == 1 else 'are'} in no cluster of "
             f"{spec.source}",
-            why=f"{_ENDS}, unless the node calls itself by a name of the file (`hostname`)",
+            why=f"{_JOB_ENDS}, unless the node calls itself by a name of the file (`hostname`)",
             mend="write the same names into both, or start other hosts",
         )
     elif addresses:
@@ -258,17 +270,19 @@ def _check_own_address(
         )
 
 
-def _check_slots(launch: LaunchedNodes, spec: SiteSpec, started_each: int) -> Iterator[Finding]:
+def _check_slots(
+    launch: LaunchedNodes, spec: SiteSpec, ranks_per_process: int
+) -> Iterator[Finding]:
     """Yield a finding if a launcher starts another number of processes on a host than cluster.toml has.
 
     Args:
         launch: What the launcher starts.
         spec: Content of cluster.toml.
-        started_each: Processes that each of the launcher's processes starts: 8 for `torchrun
-            --nproc-per-node 8`, 1 for the training script.
+        ranks_per_process: Ranks that each process of the launcher starts. If mpirun starts `torchrun
+            --nproc-per-node 8`, they are 8. If it starts the training script, the process is a rank: 1.
     """
     for host, started in launch.hosts.items():
-        count = started * started_each
+        count = started * ranks_per_process
         cluster = spec.cluster_by_node.get(spec.known_as(host))
         sizes = {cluster.processes} if cluster else {one.processes for one in spec.clusters}
         if count and count not in sizes:
@@ -278,7 +292,7 @@ def _check_slots(launch: LaunchedNodes, spec: SiteSpec, started_each: int) -> It
                 launch.host_flag,
                 what=f"starts {counted(count, 'process')} on {host}, but key "
                 f"'processes' is {expected} {where}",
-                why=_ENDS,
+                why=_JOB_ENDS,
                 mend="make the slots and the key agree",
             )
             return  # one example is enough
@@ -319,7 +333,7 @@ def _check_processes(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Itera
                 " x ".join(flags),
                 what=f"is {processes}, but node {wrong[0].nodes[0]} has "
                 f"{counted(wrong[0].processes, 'process')} in {spec.source}",
-                why=_ENDS,
+                why=_JOB_ENDS,
                 mend="make them agree (key 'processes')",
             )
         return
@@ -332,6 +346,6 @@ def _check_processes(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Itera
             launches[-1].world_flag,
             what=f"is {total}, but the nodes of {spec.source} have {' or '.join(map(str, sorted(sizes)))} "
             f"processes each, {most} together",
-            why=_ENDS,
+            why=_JOB_ENDS,
             mend="start as many processes on each node as the key 'processes' says",
         )

@@ -36,7 +36,7 @@ class OptionNames:
     hosts: tuple[str, ...] = ()  # list of the nodes' names
 
     def meaning_of(self, name: str) -> str:
-        """Return the field of this class that has an option's name, "" if none has it."""
+        """Return the name of the field that lists an option: "nodes" for SRUN's "N". "" if none does."""
         for meaning in ("nodes", "processes", "total", "hosts"):
             if name in getattr(self, meaning):
                 return meaning
@@ -146,7 +146,10 @@ def by_name(written: Iterable[WrittenOption]) -> dict[str, list[str]]:
 
 
 def number_in(text: str) -> int:
-    """Return the number in an option's value, 0 if it is none. A range such as 4:4 or 4-4 is the number 4."""
+    """Return the number in an option's value, 0 if it is none.
+
+    A range is a number only if both ends are equal: 4:4 and 4-4 give 4, and 2:4 gives 0.
+    """
     fewest, _, most = text.replace("-", ":").partition(":")
     is_number = fewest.isdecimal() and len(fewest) <= MAX_DIGITS and most in ("", fewest)
     return int(fewest) if is_number else 0
@@ -159,9 +162,10 @@ _ALLOCATION_OPTIONS = {
     **{"N": "nodes", "n": "ntasks", "w": "nodelist", "G": "gpus"},
 }
 _HET_JOB = ("hetjob", "packjob")
-#: GPUs in a value of --gres or --gpus-per-node: "gpu:8", "gpu:a100:8(S:0-1)", "a100:8", "8".
+#: GPUs in an item of --gres: "gpu:8", "gpu:a100:8(S:0-1)".
 _GRES_GPUS = re.compile(r"gpu(?::[A-Za-z][^:,()]*)?(?::(\d+))?(?:\(.*)?")
-_PER_NODE_GPUS = re.compile(r"(?:[A-Za-z][^:,]*:)?(\d+)")
+#: Number in a value of --gpus-per-node (GPUs of each node) or --gpus (of all nodes): "a100:8", "8".
+_GPU_COUNT = re.compile(r"(?:[A-Za-z][^:,]*:)?(\d+)")
 
 
 def allocation_options(words: Sequence[str]) -> list[str]:
@@ -224,8 +228,8 @@ def gpus_on_node(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Return how many GPUs Slurm gives a command on each node, 0 if that is not known.
 
     Args:
-        words: The command up to the script. The options of its last srun, sbatch or salloc that says the
-            number count.
+        words: The command up to the script. If several of its launchers (srun, sbatch, salloc) request
+            GPUs, the last one of them counts.
         environ: Environment variables, which have the number inside of an allocation.
     """
     for launcher in reversed(find_launchers(words, ("srun", "sbatch", "salloc"))):
@@ -251,7 +255,7 @@ def _requested_gpus(options: Mapping[str, str]) -> int:
     Args:
         options: Long name of an option -> its value.
     """
-    match = _PER_NODE_GPUS.fullmatch(options.get("gpus-per-node", ""))
+    match = _GPU_COUNT.fullmatch(options.get("gpus-per-node", ""))
     if match:
         return number_in(match[1])
     for item in options.get("gres", "").removeprefix("gres/").split(","):
@@ -259,7 +263,7 @@ def _requested_gpus(options: Mapping[str, str]) -> int:
         if match:
             return number_in(match[1] or "1")
     nodes = number_in(options.get("nodes", ""))
-    match = _PER_NODE_GPUS.fullmatch(options.get("gpus", ""))
+    match = _GPU_COUNT.fullmatch(options.get("gpus", ""))
     total = number_in(match[1]) if match else 0
     if nodes and total % nodes == 0:
         return total // nodes
@@ -279,8 +283,12 @@ def with_allocation(
 ) -> Mapping[str, Sequence[str]]:
     """Return srun's options, with those of the surrounding allocation where srun has none of its own.
 
-    Variables of a step (SLURM_STEP_ID) say what that step has, not the allocation. Where an option gives
-    the tasks, or a --het-group chooses a part of the allocation, tasks or nodes of all of it do not count.
+    SLURM_... variables have the allocation's numbers of nodes and tasks. They are not used here:
+
+        inside of a step (SLURM_STEP_ID)            the variables are those of the step
+        with --het-group                            srun uses only a part of the allocation
+        for nodes, with --nodelist                  the list gives the nodes
+        for tasks, with --ntasks[-per-node]         the option replaces all numbers of tasks
 
     Args:
         options: Options of srun.
@@ -292,8 +300,8 @@ def with_allocation(
     has_tasks = not {"ntasks", "n", "ntasks-per-node"}.isdisjoint(options)
     merged: dict[str, Sequence[str]] = dict(options)
     for name, (short, variable) in _DEFAULTS_OF_SRUN.items():
-        is_counted = not names_hosts if name == "nodes" else not has_tasks
-        if is_counted and name not in options and short not in options and variable in environ:
+        may_apply = not names_hosts if name == "nodes" else not has_tasks
+        if may_apply and name not in options and short not in options and variable in environ:
             merged[name] = [environ[variable]]
     return merged
 

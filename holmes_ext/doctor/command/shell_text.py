@@ -73,7 +73,10 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def has_variable(word: str) -> bool:
-    """Return whether a word has a variable, or a command in $(...), that only a shell replaces."""
+    """Return whether a word has text that a running shell would replace: $NAME, $(COMMAND) or `COMMAND`.
+
+    Words of simple_commands() have it only where the value is not known here.
+    """
     return bool(_UNKNOWN.search(word))
 
 
@@ -123,7 +126,9 @@ def simple_commands(
     for words in reader.commands():
         if not words:  # between the two characters of "&&", for example
             continue
-        branch_depth += _branch_steps(words)
+        branch_depth += _change_of_depth(words)
+        # The reader splits the text while this loop runs. Until here, its attribute is about `words`; from
+        # here on, about the next command, which it reads in the next iteration.
         may_not_run = reader.may_not_run
         reader.may_not_run = branch_depth > 0 or words[0] in _CONDITIONS
         while words and words[0] in _KEYWORDS:
@@ -162,8 +167,8 @@ def _without_here_document(match: re.Match[str]) -> str:
     return f' {option} "{escaped}"{after}\n'
 
 
-def _branch_steps(words: list[str]) -> int:
-    """Return by how much a command changes the number of branches and loops around the next ones."""
+def _change_of_depth(words: list[str]) -> int:
+    """Return 1 if a command begins a branch or a loop (if, for ...), -1 if it ends one (fi, done), else 0."""
     while words and words[0] in ("then", "do", "else", "{"):
         words = words[1:]
     if words and words[0] in _BRANCH_BEGINS:
@@ -172,7 +177,10 @@ def _branch_steps(words: list[str]) -> int:
 
 
 def _value_of_arithmetic(text: str, variables: Mapping[str, str]) -> str:
-    """Return the value of the text between $(( and )); "" if it has more than known numbers and + - * / %.
+    """Return the value of the text between $(( and )).
+
+    "" if it contains anything but whole numbers, variables with such values, parentheses, and the
+    operators + - * / %.
 
     Args:
         text: The text, such as "NODES * $GPUS".
@@ -187,7 +195,12 @@ def _value_of_arithmetic(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _number_of_node(node: ast.expr) -> int:
-    """Return the number that an expression gives; raise ValueError if it has other operators or words."""
+    """Return the number that an expression gives.
+
+    Raises:
+        ValueError: The expression contains anything but whole numbers and _OPERATORS, or an operand is
+            negative. Python rounds the quotient of a negative number down, a shell rounds it towards 0.
+    """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
@@ -253,7 +266,14 @@ class _Reader:
             self.variables[name] += value
 
     def _read_character(self, character: str) -> None:
-        """Read what a character that separates no commands begins: a quote, a variable, a comment ..."""
+        """Read what begins at the current position, and move behind it.
+
+        It is a text in quotes, a variable, a redirection, a comment or a blank. Any other character is
+        added to the current word.
+
+        Args:
+            character: The character at the current position.
+        """
         if character in "'\"":
             self._read_quoted(character)
         elif character == "\\":
@@ -337,15 +357,17 @@ class _Reader:
             self.has_word = had_word
 
     def _read_expansion(self, is_quoted: bool) -> None:
-        """Read a variable, and add its value to the current word.
+        """Read $NAME, ${ARRAY[@]}, $((ARITHMETIC)) or $(COMMAND), and add its value to the current word.
 
-        A variable without a value, or a command in $(...) or `...`, is added as it is.
+        Each item of an array becomes a word. $@ is the array of the script's arguments. If the value is
+        not known, the text itself is added. That of a command ($(...) or `...`) never is known.
 
         Args:
             is_quoted: Whether the variable stands between double quotes. If not, blanks in its value end
                 the current word.
         """
         items = _ALL_ITEMS.match(self.text, self.position)
+        # Group 1 is the name of the array. The script's arguments, $@, have none.
         if items is not None and (items[1] or _ARGUMENTS) in self.arrays:
             self.position = items.end()
             self._add_items(self.arrays[items[1] or _ARGUMENTS])

@@ -122,7 +122,11 @@ def delay_exit() -> None:
 
 
 def _wait() -> None:
-    """Wait for all awaited events, each at most until its time limit."""
+    """Wait for all awaited events, each at most until its time limit, and then for gloo's threads.
+
+    An event is set when an operation over gloo or its callback has ended (see await_at_exit). If some are
+    not set after _SILENT_S seconds, a line says what the exit waits for.
+    """
     begin = time.monotonic()
     deadlines = {ended: begin + seconds for ended, seconds in list(_awaited.items())}
     for ended, deadline in deadlines.items():
@@ -137,6 +141,7 @@ def _wait() -> None:
         _report(pending=len(pending), longest_s=max(pending.values()) - now)
     for ended, deadline in pending.items():
         ended.wait(max(0.0, deadline - time.monotonic()))
+    # The operations have ended, but gloo's threads still need the GIL to free the tensors.
     let_threads_free_tensors()
 
 

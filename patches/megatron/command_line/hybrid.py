@@ -34,7 +34,7 @@ _BILLION = 1e9
 
 @dataclass(frozen=True)
 class HybridModel:
-    """A hybrid model, as its flags describe it."""
+    """A model with layers of several kinds (Mamba, attention, MLP, experts), as its flags describe it."""
 
     layers: Mapping[str, int]  # letter of a kind -> number of layers
     hidden: int
@@ -151,7 +151,10 @@ class HybridModel:
 def hybrid_model(
     flags: Mapping[str, Sequence[str]], settings: Mapping[str, Any], vocabulary: int
 ) -> HybridModel | None:
-    """Return the hybrid model that the flags of Megatron-LM describe, None if they cannot be counted.
+    """Return the hybrid model that the flags of Megatron-LM describe.
+
+    The result is None if its parameters cannot be counted: the flags give no pattern or ratio of the kinds
+    of layers, a size is missing, or there is a flag of _UNCOUNTED_FLAGS.
 
     Args:
         flags: Flag of the command line -> the words that follow it.
@@ -231,6 +234,6 @@ def layers_of_kinds(flags: Mapping[str, Sequence[str]], layer_count: int) -> dic
 
 
 def _number(flags: Mapping[str, Sequence[str]], flag: str, default: int) -> int:
-    """Return the number after a flag, or the default if there is none."""
+    """Return the number in the first word after a flag; the default without one, or if it is no number."""
     text = "".join(flags.get(flag, ())[:1])
     return int(text) if text.isdecimal() else default

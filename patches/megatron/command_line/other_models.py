@@ -40,7 +40,8 @@ def refuse_other_models(
     Args:
         flags: Flag of the command line -> the words that follow it.
         script: File name of the training script, "" if it is not known.
-        hybrid: The layers of several kinds that the flags describe, None if they were not counted.
+        hybrid: Numbers of layers and parameters that the flags give for a model with several kinds of
+            layers, which the message then has. Such a model is refused with None, too.
 
     Raises:
         HolmesError: The model has layers of several kinds, an encoder beside its decoder, or the
