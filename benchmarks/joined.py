@@ -191,14 +191,16 @@ def run(
     return total
 
 
-def jobs_of(case: Case, mode: str, meeting: LabCoordinator, file: Path) -> dict[str, JobRequest]:
+def jobs_of(
+    case: Case, mode: str, lab_coordinator: LabCoordinator, file: Path
+) -> dict[str, JobRequest]:
     """Return the jobs of a mode: name of a job -> its nodes and flags.
 
     Args:
         case: The case.
         mode: "apart": jobs that do not communicate. "joined": the same jobs, which exchange weights
             through the coordinator. "synchronous": a single job on all nodes.
-        meeting: The coordinator of the joined jobs.
+        lab_coordinator: The coordinator of the joined jobs, a server that runs in the lab.
         file: The cluster file of the case. Only the synchronous job needs it: each other job is
             inside a single cluster.
     """
@@ -207,7 +209,9 @@ def jobs_of(case: Case, mode: str, meeting: LabCoordinator, file: Path) -> dict[
         alone = ["--holmes", "--holmes-preflight", "off"]
         return {job: JobRequest(nodes, alone) for job, nodes in case.nodes.items()}
     if mode == "joined":
-        return {job: JobRequest(nodes, meeting.flags(job)) for job, nodes in case.nodes.items()}
+        return {
+            job: JobRequest(nodes, lab_coordinator.flags(job)) for job, nodes in case.nodes.items()
+        }
     all_nodes = [node for nodes in case.nodes.values() for node in nodes]
     return {"all": JobRequest(all_nodes, ["--holmes", "--holmes-cluster", str(file)])}
 
@@ -233,9 +237,16 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
             for mode in rates:
 
                 def run_jobs(mode: str = mode) -> float:
-                    """Run the jobs in one mode, and return their tokens per second."""
-                    with coordinator(lab, case.outer) as meeting:
-                        jobs = jobs_of(case, mode, meeting, file)
+                    """Run the jobs in one mode, and return the tokens per second of all together.
+
+                    Args:
+                        mode: "apart" (jobs that do not communicate), "joined" (the same jobs, which
+                            exchange weights), or "synchronous" (a single job on all nodes).
+                    """
+                    # The joined jobs exchange weights as often and in the way that case.outer says.
+                    with coordinator(lab, case.outer) as lab_coordinator:
+                        jobs = jobs_of(case, mode, lab_coordinator, file)
+                        # Number of the first steps, which are not measured, and of the measured ones.
                         counts = MeasuredSteps(case.skip, case.steps)
                         if mode == "synchronous" and case.synchronous:
                             counts = case.synchronous  # fewer: its steps take far longer
@@ -246,19 +257,23 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
                             Path(directory),
                             skip=counts.skip,
                             steps=counts.steps,
-                            environment=meeting.environment,
+                            environment=lab_coordinator.environment,
                         )
 
                 rate = runs.of(f"{name}, {mode}, repetition {repetition + 1}", run_jobs)
-                rates[mode] += [rate] if rate else []
+                rates[mode] += [rate] if rate else []  # None: no time is left for this run
     if not all(rates.values()):
         return []
     rows = [
         Row.median(case.name, f"tokens/s, {mode}", values, unit="token/s", emulated=True)
         for mode, values in rates.items()
     ]
+    # Targets for the speed of the joined jobs: the exchange of weights costs at most 3 % of the
+    # tokens/s, and a synchronous job over the same slow link has at most a fifth.
     for other, target in (("apart", ">= 0.97"), ("synchronous", ">= 5")):
         if other in rates:
+            # The pairs are of the same repetition: after the first run without time there is no
+            # further run, so each list has the first repetitions.
             ratios = [a / b for a, b in zip(rates["joined"], rates[other])]
             rows.append(
                 Row.median(

@@ -202,11 +202,12 @@ class OuterLoop:
             Tensor(name, tuple(p.shape), "float32")
             for name, p in trainers[0].model.named_parameters()
         ]
-        row = Weights("all", tensors, [Part(0, trainers[0].flat)])
+        # All elements of the model, as one part: this process is the only rank of each job.
+        weights = Weights("all", tensors, [Part(0, trainers[0].flat)])
         # Some algorithms (Muon) treat whole matrices, so no fragment may begin inside of one.
-        matrices = row.matrices if self.algorithm.of_matrices else []
+        matrices = weights.matrices if self.algorithm.of_matrices else []
         cuts = fragment_cuts(
-            row.total, settings.fragments, [(matrix.start, matrix.stop) for matrix in matrices]
+            weights.total, settings.fragments, [(matrix.start, matrix.stop) for matrix in matrices]
         )
         self.ranges = [slice(*pair) for pair in pairwise(cuts)]  # of each fragment
         self.matrices = [  # of each fragment, with positions from its start
@@ -221,16 +222,18 @@ class OuterLoop:
         ]
         # Weights of each fragment after its last outer step.
         self.anchors = [trainers[0].flat[part].clone() for part in self.ranges]
-        kept_as = residual_dtype(settings)
-        kind = torch.bfloat16 if kept_as == torch.bfloat16 else torch.float32
+        # Rounding errors of the codecs int8 and 2bit are kept in bfloat16, and then the outer momentum
+        # is, too; None: the errors are not kept.
+        error_dtype = residual_dtype(settings)
+        dtype = torch.bfloat16 if error_dtype == torch.bfloat16 else torch.float32
         self.momenta = [
-            torch.zeros(len(anchor), dtype=kind) if self.algorithm.keeps_momentum else None
+            torch.zeros(len(anchor), dtype=dtype) if self.algorithm.keeps_momentum else None
             for anchor in self.anchors
         ]
-        self.codec = codec_of(settings)
-        self.residuals = [
+        self.codec = codec_of(settings)  # encodes pseudo-gradients for the network (`compress`)
+        self.residuals = [  # of each job and fragment: the codec's rounding error
             [
-                torch.zeros(len(anchor), dtype=kept_as) if kept_as else None
+                torch.zeros(len(anchor), dtype=error_dtype) if error_dtype else None
                 for anchor in self.anchors
             ]
             for _ in trainers
@@ -243,7 +246,7 @@ class OuterLoop:
 
     @property
     def sent_bytes(self) -> int:
-        """Return the bytes that one job has sent: its encoded pseudo-gradients, to each other job."""
+        """Return the bytes that one job has sent in all: its pseudo-gradients, once for each other job."""
         jobs = len(self.trainers)
         return self.encoded_bytes // jobs * (jobs - 1)
 

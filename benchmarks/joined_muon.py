@@ -80,12 +80,12 @@ MEGABYTE = 1e6
 
 
 class Run(NamedTuple):
-    """One training: what it trains with, and how often jobs and seeds vary it."""
+    """One training run: its model, its optimizers, its number of joined jobs and its random seed."""
 
     size: str  # of the model: a key of SIZES
-    inner: str  # inner optimizer: a name of INNER
-    way: str  # SYNCHRONOUS, or a key of OUTER
-    jobs: int  # 1 if synchronous
+    inner: str  # inner optimizer, which takes the steps of a job: a name of INNER
+    way: str  # SYNCHRONOUS, or how the jobs exchange weights: a key of OUTER
+    jobs: int  # joined jobs (separate trainings that exchange weights); 1 if synchronous
     steps: int
     init: str  # of the weights: "gpt2", or "example" for that of examples/plain_torch
     lr: float  # largest learning rate of the inner optimizer
@@ -113,9 +113,9 @@ class Result(NamedTuple):
 def initialize_as_gpt2(model: torch.nn.Module) -> None:
     """Draw all weights anew as GPT-2 does: normal with standard deviation 0.02; biases are 0.
 
-    In the example's own initialization, the table of positions has a standard deviation of 1 and that
-    of bytes 0.02. So the first block sees hardly which byte there is, and the first 100 steps learn
-    little more than how frequent each byte is.
+    The model's own initialization (examples/plain_torch) has a standard deviation of 1 for the
+    embedding of positions, but of 0.02 for that of bytes. Their sum, the input of the first block,
+    hardly depends on the byte. So the first 100 steps learn little more than the frequency of bytes.
     """
     for module in model.modules():
         if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
@@ -186,19 +186,22 @@ def parameter_count(size: str) -> int:
 
 
 def outer_loop(way: str, trainers: list[Trainer]) -> OuterLoop:
-    """Return the outer steps of joined jobs.
+    """Return the OuterLoop that takes the outer steps of joined jobs.
 
     Args:
-        way: A key of OUTER.
+        way: How the jobs exchange weights: a key of OUTER.
         trainers: The jobs.
     """
     loop = OuterLoop(parse_outer(OUTER[way]), trainers)
     if way == BLOCKS:
-        # The tables of bytes and positions are the first two tensors of the flat weights.
+        # "muon of blocks": the outer Muon orthogonalizes the matrices in `loop.matrices`, and steps
+        # all other weights as diloco does. Here the tables of bytes and positions (embeddings) are
+        # removed from them. These are the first two tensors of the flat weights.
         model = trainers[0].model
         tables = model.embedding.weight.numel() + model.positions.weight.numel()
         for index, matrices in enumerate(loop.matrices):
-            first = loop.ranges[index].start  # element of the flat weights with which it begins
+            # Element of the flat weights with which this fragment (a range of them) begins.
+            first = loop.ranges[index].start
             places = [matrix for matrix in matrices.places if first + matrix.start >= tables]
             loop.matrices[index] = replace(matrices, places=places)
     return loop
@@ -263,8 +266,14 @@ class Experiment:
         """Find the best learning rate of an inner optimizer and a way to train, with seed 0.
 
         If no time is left for all rates of the sweep, no rate is stored.
+
+        Args:
+            inner: Inner optimizer: a name of INNER.
+            way: SYNCHRONOUS, or how joined jobs exchange weights: a key of OUTER.
         """
-        if way == BLOCKS:  # differs from muon in two tables only
+        if way == BLOCKS:
+            # Takes the rate of the way "muon", which differs only in the tables (embeddings) of bytes
+            # and positions.
             self.sweep(inner, "muon")
             if (inner, "muon") in self.rates:
                 self.rates[inner, way] = self.rates[inner, "muon"]
@@ -285,45 +294,70 @@ class Experiment:
         self.rates[inner, way] = best
 
     def measure(self, inner: str, way: str, jobs: int, seed: int) -> None:
-        """Make the run of one cell of the table, if its learning rate is known and time is left."""
+        """Train once with the learning rate that the sweep found, and store the result.
+
+        Nothing happens if the sweep found no rate, or no time is left.
+
+        Args:
+            inner: Inner optimizer: a name of INNER.
+            way: SYNCHRONOUS, or how joined jobs exchange weights: a key of OUTER.
+            jobs: Number of joined jobs.
+            seed: Seed of the weights and of the order of the text.
+        """
         rate = self.rates.get((inner, way))
         if rate is not None:
             self._result(self._run(inner, way, jobs, self._steps, rate, seed))
 
     def rows(self) -> list[Row]:
-        """Return the rows of all runs that have been made: the sweep, then the cells."""
+        """Return the rows of the results file.
+
+        They are in this order: rows of an earlier file that have not been measured again, the sweep
+        of learning rates, and the comparisons of the ways to train, by inner optimizer and jobs.
+        """
         rows = []
         for run, result in self._results.items():
             if run.steps == SWEEP_STEPS and run.jobs in (1, SWEEP_JOBS) and run.seed == 0:
-                case = f"{self._case}, {SWEEP_STEPS} steps, inner {run.inner}, sweep"
+                case = f"{self._case_prefix}, {SWEEP_STEPS} steps, inner {run.inner}, sweep"
                 metric = f"evaluation loss, {run.way}, lr {run.lr:g}"
                 rows.append(_row(case, metric, [result.evaluation]))
-        runs_of_cells = [
+        compared_runs = [  # each with the best learning rate of its optimizer and way
             run
             for run in self._results
             if run.steps == self._steps and run.lr == self.rates.get((run.inner, run.way))
         ]
-        inners = dict.fromkeys(run.inner for run in runs_of_cells)
-        jobs_list = sorted({run.jobs for run in runs_of_cells} - {1})
+        inners = dict.fromkeys(run.inner for run in compared_runs)
+        jobs_list = sorted({run.jobs for run in compared_runs} - {1})
         for inner, jobs in product(inners, jobs_list):
             by_way: dict[str, dict[int, Result]] = {}  # way -> seed -> result
-            for run in runs_of_cells:
+            for run in compared_runs:
                 if run.inner == inner and run.jobs in (1, jobs):
                     by_way.setdefault(run.way, {})[run.seed] = self._results[run]
-            case = f"{self._case}, {self._steps} steps, inner {inner}, {jobs} jobs"
+            case = f"{self._case_prefix}, {self._steps} steps, inner {inner}, {jobs} jobs"
             gradient_bytes = GRADIENT_BYTES * parameter_count(self._size) * self._steps
-            rows += _rows_of_cell(case, jobs, gradient_bytes, by_way)
+            rows += _rows_of_comparison(case, jobs, gradient_bytes, by_way)
         measured = {(row.case, row.metric) for row in rows}
         earlier = [row for row in self._earlier_rows if (row.case, row.metric) not in measured]
         return earlier + rows
 
     @property
-    def _case(self) -> str:
-        """Return the first words of the names of all cases."""
+    def _case_prefix(self) -> str:
+        """Return how the name of each row's case begins: the size of the model, such as "0.12 M".
+
+        The initialization of the weights follows if it is not the default, "gpt2".
+        """
         return self._size if self._init == "gpt2" else f"{self._size}, init {self._init}"
 
     def _run(self, inner: str, way: str, jobs: int, steps: int, lr: float, seed: int) -> Run:
-        """Return a run with the model of this experiment. A synchronous job is one job."""
+        """Return a run with the model of this experiment.
+
+        Args:
+            inner: Inner optimizer: a name of INNER.
+            way: SYNCHRONOUS, or how joined jobs exchange weights: a key of OUTER.
+            jobs: Number of joined jobs. A synchronous run has 1 instead, which stands for all.
+            steps: Training steps.
+            lr: Largest learning rate of the inner optimizer.
+            seed: Seed of the weights and of the order of the text.
+        """
         jobs_of_way = 1 if way == SYNCHRONOUS else jobs
         return Run(self._size, inner, way, jobs_of_way, steps, self._init, lr, seed)
 
@@ -344,13 +378,13 @@ def _row(case: str, metric: str, values: list[float], unit: str = "nats") -> Row
     return Row.of(case, metric, statistics.fmean(values), unit=unit, spread=spread, emulated=False)
 
 
-def _rows_of_cell(
+def _rows_of_comparison(
     case: str, jobs: int, gradient_bytes: int, results: dict[str, dict[int, Result]]
 ) -> list[Row]:
-    """Return the rows of one inner optimizer and one number of jobs.
+    """Return the rows that compare the ways to train, for one inner optimizer and number of jobs.
 
     Args:
-        case: Name of the case.
+        case: Name of the case: the model, the steps, the inner optimizer and the number of jobs.
         jobs: Number of joined jobs.
         gradient_bytes: Bytes of the gradients of all steps.
         results: Way to train -> seed -> result.
@@ -386,9 +420,12 @@ def _rows_of_cell(
 
 
 def cells(jobs_list: list[int], seeds: Iterable[int]) -> list[tuple[int, int]]:
-    """Return (jobs, seed) in the order of measuring.
+    """Return pairs of a number of jobs and a seed, in the order of measuring.
 
-    All seeds of the first two numbers of jobs come before the other numbers of jobs.
+    The first two numbers of jobs are measured first, with all seeds, and then the others. For example,
+    the order for 2, 4 and 8 jobs with the seeds 0 and 1 is:
+
+        (2, 0) (4, 0) (2, 1) (4, 1)    (8, 0) (8, 1)
     """
     first, later = jobs_list[:2], jobs_list[2:]
     return [(jobs, seed) for part in (first, later) for seed in seeds for jobs in part]
@@ -396,6 +433,9 @@ def cells(jobs_list: list[int], seeds: Iterable[int]) -> list[tuple[int, int]]:
 
 def main() -> int:
     """Train with the chosen inner optimizers and numbers of jobs; print and write the losses.
+
+    The inner optimizers (--cases, INNER) take the training steps of a job. The ways to train (--ways)
+    are "synchronous", one job, and the keys of OUTER, by which joined jobs exchange weights.
 
     Returns:
         The exit status: 2 if a number of jobs or a way is unknown, else 0.
@@ -426,6 +466,7 @@ def main() -> int:
     inners = harness.chosen_cases(args.cases, INNER)
     runs = Runs(args.runs, args.minutes)
     experiment = Experiment(args.size, args.init, args.steps, runs, args.json)
+    # First the learning rate of each inner optimizer and way, then the runs that are compared.
     for inner, way in product(inners, ways):
         if args.lr:
             experiment.rates[inner, way] = args.lr

@@ -81,10 +81,14 @@ WAYS = {
 
 
 class Meeting(NamedTuple):
-    """Server through which two jobs find each other."""
+    """Running server through which two jobs find each other, before they exchange weights.
 
-    address: str  # "": there is none
-    holmes: LabCoordinator | None = None
+    It is holmes' coordinator (`holmes join serve`), torchft's lighthouse, or the first peer of hivemind's
+    distributed hash table.
+    """
+
+    address: str  # "": there is none, for a job that trains alone
+    holmes: LabCoordinator | None = None  # None: the server of another library
 
 
 @contextlib.contextmanager

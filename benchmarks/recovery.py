@@ -60,7 +60,11 @@ OWN = "timeout=20"
 
 @dataclass(frozen=True)
 class Case:
-    """Joined jobs of which one is killed."""
+    """Case of the benchmark: how many joined jobs there are, and how each of them runs.
+
+    Joined jobs are separate training jobs that exchange weights. Each run of a case kills the last
+    job several times, to measure how long it needs until it trains again.
+    """
 
     jobs: int
     outer: str = OUTER  # value of `holmes join serve --outer`
@@ -70,7 +74,11 @@ class Case:
 
     @property
     def has_target(self) -> bool:
-        """Whether the case is one that users have: several jobs, and bytecode of their programs."""
+        """Whether the recoveries of this case must meet TARGET.
+
+        The other cases only show what takes the time, such as a start without the bytecode (compiled
+        Python files) of earlier starts. Users' jobs have bytecode.
+        """
         return self.jobs > 1 and self.keeps_bytecode
 
     @property
@@ -102,7 +110,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Run:
-    """Jobs of a case on emulated nodes."""
+    """One run of a case (of CASES): starts its jobs on emulated nodes, and reads their logs."""
 
     case: Case
     lab: Lab
@@ -136,7 +144,14 @@ class Run:
         return self.folder / f"job{number}.jsonl"
 
     def lines(self, number: int) -> list[dict[str, Any]]:
-        """Return the complete lines of the log of a job."""
+        """Return the log of a job so far, without a half-written last line.
+
+        A line is JSON with the keys "mark" (name of a phase that has ended, "start", "step" or
+        "killed"), "at" (time, in seconds) and "cpu_s" (CPU seconds of the process until then).
+
+        Args:
+            number: Number of the job, from 0.
+        """
         text = self.log(number).read_text() if self.log(number).exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
@@ -160,7 +175,13 @@ class Run:
 
 
 def kill_and_measure(run: Run, kills: int) -> list[dict[str, list[float]]]:
-    """Kill the last job several times, and return the seconds and CPU seconds of each phase after it."""
+    """Kill the last job several times, and return how long each phase of its recoveries took.
+
+    A recovery is the time from a kill to the end of the first step after it.
+
+    Returns:
+        For each kill: name of a phase -> [seconds, CPU seconds].
+    """
     victim = run.case.jobs - 1
     jobs = [run.start(number) for number in range(run.case.jobs)]
     try:
@@ -171,8 +192,10 @@ def kill_and_measure(run: Run, kills: int) -> list[dict[str, list[float]]]:
         for _ in range(kills):
             run.await_steps(victim, after, STEPS_BETWEEN)
             after = len(run.lines(victim))
+            # All processes of the job watch this file, and kill themselves when it is touched
+            # (kill_on_request() in recovery_job.py).
             run.log(victim).with_name(f"{run.log(victim).name}.kill").touch()
-            if run.case.ranks == 1:  # nobody else starts it again
+            if run.case.ranks == 1:  # torchrun starts a job of several ranks again
                 jobs[victim].wait()
                 jobs[victim] = run.start(victim)
             recoveries.append(phases_of(run.await_steps(victim, after, 1)))
@@ -212,11 +235,12 @@ def phases_of(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
 def environment_of(case: Case, code: str) -> Iterator[dict[str, str]]:
     """Provide the environment of jobs that import a version of holmes_ext.
 
-    Python writes the bytecode of all modules into a new folder, which an installed package has beside
-    its sources. So no run depends on what earlier runs have compiled.
+    Python keeps the bytecode of a module beside its source, and compiles the source if there is none.
+    Here it keeps all bytecode in a new folder instead. So only the first start in a run compiles, and
+    no run depends on what earlier runs have compiled.
 
     Args:
-        case: Says whether bytecode is kept.
+        case: Says whether bytecode is kept. If not, each start compiles the sources again.
         code: Folder with the version.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -229,7 +253,16 @@ def environment_of(case: Case, code: str) -> Iterator[dict[str, str]]:
 
 
 def run_once(case: Case, code: str, args: Any) -> list[dict[str, list[float]]]:
-    """Run the jobs of a case once with a version of holmes_ext, and return the measured recoveries."""
+    """Run the jobs of a case once with a version of holmes_ext, and return the measured recoveries.
+
+    Args:
+        case: The case.
+        code: Folder with the version.
+        args: Options of this program: `kills` (number of kills) and `pace` (seconds that a step sleeps).
+
+    Returns:
+        For each kill: phase of the recovery -> [seconds, CPU seconds].
+    """
     spec = parse_spec(case.clusters, "cluster.toml")
     with (
         Lab(spec, realtime=True) as lab,
@@ -252,9 +285,10 @@ def run_once(case: Case, code: str, args: Any) -> list[dict[str, list[float]]]:
 
 def measure(name: str, args: Any, runs: Runs) -> list[Row]:
     """Measure a case with each version of holmes_ext in turn, and return the rows of results."""
-    versions = {"": str(HERE.parent)}
+    versions = {"": str(HERE.parent)}  # prefix of the rows -> folder; "": the current code
     if args.before:
         versions = {"before: ": str(args.before.resolve()), **versions}
+    # Version -> for each kill: phase of the recovery -> [seconds, CPU seconds].
     recoveries: dict[str, list[dict[str, list[float]]]] = {version: [] for version in versions}
     for repetition in range(args.repetitions):
         for version, code in versions.items():
@@ -265,8 +299,8 @@ def measure(name: str, args: Any, runs: Runs) -> list[Row]:
     rows = []
     for version, measured in recoveries.items():
         for phase in measured[0] if measured else ():
-            counts = CASES[name].has_target and not version
-            target = TARGET if phase == TOTAL and counts else ""
+            has_target = CASES[name].has_target and not version  # only the current code has one
+            target = TARGET if phase == TOTAL and has_target else ""
             for position, unit in enumerate(("s", "CPU s")):
                 values = [phases[phase][position] for phases in measured if phase in phases]
                 row = Row.median(

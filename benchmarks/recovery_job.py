@@ -31,7 +31,9 @@ _LOOK_S = 0.005
 
 
 class Marks:
-    """Log of the times at which phases of the start of this process ended.
+    """Log of this process: when each phase of its start ended ("import of torch", ...), and each step.
+
+    A line is JSON: {"mark": name of the phase, "at": time.time(), "cpu_s": CPU seconds until then}.
 
     Args:
         file: Path of the log; None: this rank logs nothing.
@@ -86,7 +88,15 @@ def start_of_process() -> float:
 
 
 def kill_on_request(request: Path, started: float, marks: Marks) -> None:
-    """End this process by SIGKILL as soon as the file `request` is newer than its start."""
+    """Wait until a file is newer than this process, and then kill this process (SIGKILL).
+
+    This function runs in a thread of its own, and never returns.
+
+    Args:
+        request: The file. benchmarks/recovery.py touches it to kill the job.
+        started: Time at which this process started. An older file was for a process before it.
+        marks: Log that gets the time of the kill.
+    """
     while True:
         if request.exists() and request.stat().st_mtime > started:
             marks.add("killed")
@@ -95,12 +105,23 @@ def kill_on_request(request: Path, started: float, marks: Marks) -> None:
 
 
 def mark_phases_of_join(marks: Marks) -> None:
-    """Log the ends of the phases in which the job joins the others, before its first optimizer step."""
+    """Log the ends of the phases in which the job joins the others, before its first optimizer step.
+
+    A phase ends when a certain function of holmes_ext returns. So these functions are replaced by
+    wrappers that call them and then log the end.
+
+    Args:
+        marks: The log.
+    """
     from holmes_ext.join import training
 
     begin = training._begin
 
     def marked_begin(*args: Any) -> None:
+        """Join as training._begin() does, with wrappers that log the ends of the phases.
+
+        holmes_ext calls this before the first optimizer step.
+        """
         marks.add("model and first gradients")
         import holmes_ext.join.join as join
         from holmes_ext.join.loop import OuterLoop
@@ -110,6 +131,8 @@ def mark_phases_of_join(marks: Marks) -> None:
         marks.add("import of holmes_ext.join")
         marks.end_of(join, "prepare", "credentials")
         marks.end_of(join, "join", "ports and addresses")
+        # ask() sends a request to the coordinator. "enter": the job enters the run. "maps": where is
+        # the donor, the job that sends its current weights?
         marks.end_of(CoordinatorLink, "ask", "entry", first_argument="enter")
         marks.end_of(CoordinatorLink, "ask", "address of the donor", first_argument="maps")
         marks.end_of(Routes, "dial", "connections to the donor")
@@ -165,7 +188,12 @@ def train(args: argparse.Namespace, marks: Marks) -> None:
 
 
 def main() -> None:
-    """Train one rank, as the command line says."""
+    """Train one rank until it is killed, as the command line says.
+
+    A thread watches for the request to kill this process. --outer has the settings of this job alone
+    (the coordinator has those of all jobs). --times is the log, for which Marks has the format.
+    Without --where the job trains alone and does not import holmes_ext.
+    """
     at_script = time.time()
     cpu_at_script_s = time.process_time()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -56,7 +56,7 @@ LOCKS = (
 
 
 def main() -> None:
-    """Write all locks, or those that the command line names."""
+    """Write the files of LOCKS, or only those whose names (such as "dev") are on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("uv", help="path of the program uv")
     parser.add_argument("names", nargs="*", help="which locks to write (all)")
@@ -69,11 +69,11 @@ def main() -> None:
         packages = resolve(options.uv, lock, options.upgrade)
         lines = [HEADER.format(lock.name), *(requirement(package) for package in packages)]
         (LOCKED / f"{lock.name}.txt").write_text("".join(lines))
-        built = [each["name"] for each in packages if needs_source(each)]
-        if built:
-            print(
-                f"{lock.name}.txt: no wheel for some Python, built by locked/build.txt: {', '.join(built)}"
-            )
+        # pip builds these from source when it installs them, with the tools of locked/build.txt.
+        to_build = [package["name"] for package in packages if needs_source(package)]
+        if to_build:
+            names = ", ".join(to_build)
+            print(f"{lock.name}.txt: no wheel for some Python, built by locked/build.txt: {names}")
 
 
 def resolve(uv: str, lock: Lock, upgrade: bool) -> list[dict[str, Any]]:
@@ -104,7 +104,14 @@ def resolve(uv: str, lock: Lock, upgrade: bool) -> list[dict[str, Any]]:
 
 
 def versions_to_keep(lock: Lock) -> str:
-    """Return the lines of an existing lock, without hashes, for what its source does not name."""
+    """Return versions that a new lock takes over from the existing one: lines such as "numpy==2.0".
+
+    They are of packages that requirements/NAME.txt does not name, but that its packages need. Without
+    --upgrade, these packages stay at their versions. Those that the file names get its versions.
+
+    Returns:
+        The lines of requirements/locked/NAME.txt without hashes; "" if there is no such file.
+    """
     path = LOCKED / f"{lock.name}.txt"
     if not path.exists():
         return ""
@@ -124,7 +131,12 @@ def normalized(name: str) -> str:
 
 
 def requirement(package: dict[str, Any]) -> str:
-    """Return the lines of a requirements file for one package."""
+    """Return the lines of a requirements file for one package: its version and its hashes.
+
+    Args:
+        package: Entry of pylock.toml (PEP 751) with the keys name, version, and wheels or sdist; and
+            with the key marker if the package is for some Pythons only.
+    """
     line = f"{package['name']}=={package['version']}"
     if "marker" in package:
         line += f" ; {package['marker']}"
@@ -133,13 +145,30 @@ def requirement(package: dict[str, Any]) -> str:
 
 
 def files_to_accept(package: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the wheels of a package for our platforms, and its source if a Python has no wheel."""
+    """Return the files of a package that pip may install; a lock has the hashes of these files.
+
+    They are the wheels for CPython on Linux. If a supported Python has no wheel, the source archive
+    is among them.
+
+    Args:
+        package: Entry of pylock.toml (PEP 751).
+
+    Returns:
+        Entries of pylock.toml for one file each, with the keys url and hashes.
+    """
     wheels = [wheel for wheel in package.get("wheels", []) if supported(file_name(wheel))]
     return wheels + ([package["sdist"]] if needs_source(package) else [])
 
 
 def needs_source(package: dict[str, Any]) -> bool:
-    """Return whether a package has a source, and no wheel for one of the Pythons that need it."""
+    """Return whether pip must build a package from source on at least one Python that needs it.
+
+    That is so if the package has a source archive, but lacks a wheel for at least one of the supported
+    Pythons and machines (x86_64, aarch64). minors_of() returns the Pythons that need the package.
+
+    Args:
+        package: Entry of pylock.toml (PEP 751).
+    """
     covered: set[tuple[int, str]] = set()
     for wheel in package.get("wheels", []):
         covered |= supported(file_name(wheel))

@@ -70,6 +70,7 @@ class PlanRequest:
         if options.model:
             self.model = load_model(options.model)
         if self.model is not None and self.spec is not None:
+            # Returns a copy of the model with the GPUs that the cluster file gives for each cluster.
             self.model = on_clusters(self.model, self.spec)
         # The ranks compare these digests, so that all of them work with the same files.
         paths = {"cluster": options.cluster, "plan": options.plan, "model": options.model}

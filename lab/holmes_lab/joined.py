@@ -54,7 +54,10 @@ _COMMAND = (sys.executable, "-m", "holmes_ext.cli.main", "join")
 
 @dataclass(frozen=True)
 class LabCoordinator:
-    """Running `holmes join serve` on the first node of a lab."""
+    """Coordinator of joined jobs: a process `holmes join serve` on the first node of a lab.
+
+    A lab is a set of emulated nodes on this machine. coordinator() starts the process.
+    """
 
     address: str  # HOST:PORT
     lines: list[str]  # printed so far; grows while the coordinator runs
@@ -62,7 +65,11 @@ class LabCoordinator:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the environment of a job that joins: where it finds its certificate later."""
+        """Return variables that a job needs in addition to its own environment.
+
+        They name the folder in which the job keeps its certificate. If the job is killed and starts
+        again, it finds the certificate there.
+        """
         return {"XDG_STATE_HOME": self.state}
 
     def invitation(self, name: str) -> Path:

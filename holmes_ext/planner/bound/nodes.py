@@ -94,16 +94,21 @@ def fastest_first(spec: SiteSpec, model: Model, first_equal: Sequence[int]) -> l
 
 
 def ideal(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Model]:
-    """Return one ideal cluster of `count` nodes, and the model with its GPUs.
+    """Return an ideal cluster of `count` nodes, and a copy of the model for the cluster's GPUs.
 
-    A step there is a lower bound for all subsets of so many nodes. The cluster has the best GPUs of
-    the site, on one network faster than any of the site's.
+    Every node of the ideal cluster has the best GPUs of any cluster of `site`. One network connects
+    all of them, at least as fast as each network of `site`. So no subset of `count` nodes of `site`
+    has a shorter step than the ideal cluster.
 
     Args:
         site: All nodes.
         count: Nodes of the ideal cluster.
-        model: Model with the GPUs of the site's clusters.
-        links: Measured links.
+        model: The model to train. Model.gpus has the GPU of each cluster of `site`, because the
+            speed and memory of the GPUs decide the step time.
+        links: Measured rates and latencies of the networks.
+
+    Returns:
+        The ideal cluster, as a site with the one cluster "best"; and the model with its GPU.
 
     Raises:
         HolmesError: Nodes have different numbers of processes, so subsets of `count` nodes have

@@ -100,10 +100,14 @@ def _step_and_reduction(result: SearchResult, candidate: Candidate) -> dict[str,
 
 
 class _PricesInTime(Prices):
-    """Prices of orders of the nodes until the deadline of simulations_until(), then TimeIsOver."""
+    """Prices whose step_s() raises TimeIsOver after the deadline of simulations_until().
+
+    place() compares many orders of the nodes by step_s(), the step time in closed form. The check
+    in step_s() ends this comparison in time.
+    """
 
     def step_s(self, placement: Placement) -> float:
-        check_deadline(0)
+        check_deadline(0)  # raises TimeIsOver
         return super().step_s(placement)
 
 
@@ -119,8 +123,8 @@ def layout_candidate(
 
     Args:
         result: Request of the search.
-        sizes: Complete parallel sizes.
-        shape: Shape with these sizes.
+        sizes: Parallel sizes, with the data size, and with the order of the axes in the ranks.
+        shape: The same parallel sizes, with micro-batches, recomputation and ZeRO stage.
         split: Layers of each stage; () for even ones.
         nodes: Names of the nodes in rank order; () for the job's own order.
         flat: Without hierarchical all-reduce (Candidate.flat).

@@ -93,21 +93,23 @@ def job_of(
     hide_stage_links: bool = True,
     in_flight: Sequence[int] = (),
 ) -> JobStep:
-    """Return the simulation of a candidate's step, not yet run.
+    """Prepare the simulation of one step of a candidate: a JobStep, whose step() runs it.
 
-    A schedule hides the stage links if stages begin more micro-batches before their first backward
-    pass, and compute these while messages travel. The first rule that applies decides:
+    The simulated pipeline schedule is the candidate's or the framework's. The candidate's schedule
+    may hide the links between stages: the stages begin more micro-batches before their first
+    backward pass, and compute these while messages travel. The first rule that applies decides:
 
-        in_flight is given       these warm-up depths
-        not hide_stage_links     the framework's own schedule
-        breadth-first or listed  the candidate's own order of passes
-        else                     the warm-up depths that hide the stage links
+        in_flight is given                     these warm-up depths
+        hide_stage_links is False              the framework's own schedule
+        the candidate has an order of passes   this order: breadth-first, or listed for each stage
+        else                                   the warm-up depths that hide the links
 
     The framework's own schedule of a breadth-first candidate is breadth-first, too.
 
     Args:
-        hide_stage_links: Use the plan's schedule; False for the framework's.
-        in_flight: Warm-up depth of each stage, to use instead of the plan's; () for the plan's.
+        hide_stage_links: Whether to simulate the candidate's schedule, which may hide the links
+            between stages. False: the framework's own schedule, which does not.
+        in_flight: Warm-up depth of each stage, instead of the candidate's; () for the candidate's.
 
     Raises:
         TimeIsOver: The deadline of simulations_until() has passed.
@@ -168,15 +170,17 @@ def with_flight(result: SearchResult, candidate: Candidate) -> Candidate:
 
 
 def step_without(result: SearchResult, candidate: Candidate) -> float:
-    """Return the step time of a candidate without its own pipeline schedule, in seconds.
+    """Return the step time of a candidate under the framework's pipeline schedule, in seconds.
 
-    A candidate may begin more micro-batches early than the framework does, or have a written order
-    of passes. Here it runs under the framework's schedule instead, to show what its own one gains.
-    The step is simulated if the candidate is and the time suffices (simulations_until()). Otherwise the
-    closed form is used.
+    A candidate may have a schedule of its own: it begins more micro-batches early than the framework
+    does, or has a written order of passes. The result shows what the candidate's schedule gains.
+
+    A simulation computes the result if the candidate was simulated, too. The closed form computes it
+    if not, or if the deadline of simulations_until() passes.
     """
     if candidate.simulated_s:
         with suppress(TimeIsOver):
+            # folded_s(): simulates a step, and returns its duration in seconds.
             # hide_stage_links=False: the framework's schedule, which does not hide slow links
             return result.remember(
                 "framework's schedule",

@@ -75,18 +75,18 @@ def _collectives_s(result: SearchResult, candidate: Candidate) -> float:
     return total_s
 
 
-class _Reasons(NamedTuple):
-    """Seconds of a step by cause, for up to three plans."""
+class _StepTimeByCause(NamedTuple):
+    """Seconds of a step by cause, for the best plan and the plans to compare with; see reasons()."""
 
-    by_plan: dict[str, dict[str, float]]
-    are_simulated: bool  # otherwise by the closed form
+    by_plan: dict[str, dict[str, float]]  # "holmes", "yours" or "stock" -> cause -> seconds
+    are_simulated: bool  # False: from the closed form, a formula for the step time (estimate())
 
 
 def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
-    """Return the seconds of a step by cause, for up to three plans.
+    """Return the seconds of a step by cause, for the best plan and the plans to compare with.
 
-    They are simulated if the best plan is and the time suffices (simulations_until()), and otherwise
-    those of the closed form.
+    If the best plan was simulated, simulations give these seconds. If it was not, or if the deadline of
+    simulations_until() passes, the closed form gives them, a formula for the step time (estimate()).
 
     Returns:
         "holmes" (the best plan), "yours" (the user's layout, if it is another plan) and "stock" (the job
@@ -97,38 +97,56 @@ def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
 
 
 def are_reasons_simulated(result: SearchResult) -> bool:
-    """Return whether the seconds of reasons() are simulated, and not those of the closed form."""
+    """Return whether simulations give the seconds by cause that reasons() returns.
+
+    False: the closed form gives them, a formula for the step time. The best plan was not simulated,
+    or the time was too short to simulate where its seconds go.
+    """
     return _remembered_reasons(result).are_simulated
 
 
-def _remembered_reasons(result: SearchResult) -> _Reasons:
+def _remembered_reasons(result: SearchResult) -> _StepTimeByCause:
     return result.remember("reasons", result.best, lambda: _compute_reasons(result))
 
 
-def _compute_reasons(result: SearchResult) -> _Reasons:
+def _compute_reasons(result: SearchResult) -> _StepTimeByCause:
     """Compute the seconds of a step by cause; reasons() remembers them."""
     best = result.best
     layout = result.user_layout
     if layout is best:
         layout = None
     try:
-        return _Reasons(_by_plan(result, best, layout), are_simulated=bool(best.simulated_s))
+        by_plan = _causes_by_plan(result, best, layout)
+        return _StepTimeByCause(by_plan, are_simulated=bool(best.simulated_s))
     except TimeIsOver:
+        # causes() takes the closed form for candidates that were not simulated (simulated_s is 0).
+        # That needs no time, so it gets copies of the plans without a simulated step time.
         best = replace(best, simulated_s=0.0)
         if layout is not None:
             layout = replace(layout, simulated_s=0.0)
-        return _Reasons(_by_plan(result, best, layout), are_simulated=False)
+        by_plan = _causes_by_plan(result, best, layout)
+        return _StepTimeByCause(by_plan, are_simulated=False)
 
 
-def _by_plan(
+def _causes_by_plan(
     result: SearchResult, best: Candidate, layout: Candidate | None
 ) -> dict[str, dict[str, float]]:
-    """Return what reasons() returns, for the best plan and the user's other layout, None without one."""
+    """Return the seconds of a step by cause: plan -> cause (a key of CAUSES) -> seconds.
+
+    Args:
+        best: The best plan: "holmes" in the result.
+        layout: The user's layout: "yours" in the result. None if there is no layout, or if it is the
+            best plan.
+
+    Returns:
+        "stock", too: the job without holmes, with the sizes of the layout or else of the best plan.
+    """
     by_plan = {"holmes": causes(result, best)}
     if layout is not None:
         by_plan["yours"] = causes(result, layout)
-    stock, stock_plan = stock_like(result, layout or best)
-    by_plan["stock"] = causes(stock, stock_plan)
+    # The job without holmes is on another network, so it has a search result of its own.
+    stock_request, stock_plan = stock_like(result, layout or best)
+    by_plan["stock"] = causes(stock_request, stock_plan)
     return by_plan
 
 

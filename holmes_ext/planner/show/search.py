@@ -160,6 +160,8 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     links = Links.of_spec(spec)
     batch = global_batch(args, job, site)
     request = asked_for(Network(site, links), job, batch, limits_of(args, job))
+    # The search may find something to say about the job, such as which nodes slow it. `job` then
+    # has more lines to print, and `json_keys` the same for --json.
     result, job, json_keys = _search(args, spec, job, request)
     # What extensions compute in addition, such as the step of one job in each cluster (--joined).
     forecasts = _forecasts(args, result)
@@ -170,6 +172,8 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         plan = plan_of(result, result.best, job.options)
     if plan and args.output:
         plan.save(args.output)
+    # The output simulates a few more steps. Simulations that have not ended at `end` are given up, and
+    # the output does without them. (search_table.show() sets this deadline by itself.)
     end = TimeLimit.of_arguments(args).simulations_end
     with simulations_until(end):
         starts = start.launches_of(result, args, job)
@@ -220,31 +224,42 @@ def _search(
     user_limits = parse_limits(args.limit)
     time_limit = TimeLimit.of_arguments(args)
     with ProgressBar(args.seconds, quiet=args.json) as bar:
-        request, job = beside(request, job)  # adds the user's layout, if there is one
+        # Simulates the user's layout, if there is one (`user_layout` of the request).
+        request, job = beside(request, job)
         # A quick first look; best_use() or proven() goes on until the best plan is proven.
         seconds = max(0.0, time_limit.left_s - OUTPUT_S)
         result = search(request, seconds, bar.on_progress, args.rows, prove=False)
-        result = compared(result, user_limits)  # no plan slower than the layout is the best
+        # If the user's layout is faster than all plans found, it becomes the best plan.
+        result = compared(result, user_limits)
         if result.interrupted:
             return _Found(result, job, json_keys)
         output_begin = time_limit.output_begin(result)
         search_end = output_begin
         if request.rules.splits:
             search_end = time_limit.share_until(output_begin, share=1 - PASSES_SHARE)
-        if args.nodelist:  # the user wants just these nodes
-            # with_spread() adds plans whose stages have nodes of several clusters.
+        if args.nodelist:
+            # The user has chosen the nodes, so the plan uses all of them. with_spread() adds plans
+            # whose stages have nodes of several clusters.
             result = proven(with_spread(result), search_end, bar.on_progress)
-        else:  # best_use() also tries fewer nodes
+        else:
+            # best_use() also tries fewer nodes. If the job is faster there, it returns the result
+            # for these nodes, whose `on_all` is the result for all nodes.
             result = best_use(result, spec, search_end, bar.on_progress, args.rows)
-        if result.on_all is not None:  # the job is faster on fewer nodes
-            lines, json_keys["leave_out"] = leave_out(result, result.on_all, args, job)
-            job = replace(job, lines=(*lines, *job.lines))
-            if job.sizes is not None:  # given sizes are for all nodes, so show the plan for these
+        if result.on_all is not None:
+            advice_lines, advice_for_json = leave_out(result, result.on_all, args, job)
+            json_keys["leave_out"] = advice_for_json
+            job = replace(job, lines=(*advice_lines, *job.lines))
+            if job.sizes is not None:
+                # The user's parallel sizes are for all nodes. So the output has the plan for all
+                # nodes, and only the advice is on fewer nodes.
                 result = result.on_all
-        if job.engine.breadth_first:  # the framework supports that order of passes
+        # Try other orders of the passes for the plans found, if the framework supports them. A
+        # plan that is faster in such an order than the best plan becomes the best plan.
+        if job.engine.breadth_first:
             result = with_breadth_first(result)
         if request.rules.splits:  # the framework can split backward passes and list their order
             result = with_passes(result, output_begin)
+    # The plans have changed since the first comparison with the user's layout.
     return _Found(compared(result, user_limits), job, json_keys)
 
 

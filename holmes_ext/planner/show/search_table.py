@@ -144,18 +144,18 @@ def show(
         other = next(candidate for candidate in result.candidates if not candidate.breadth_first)
         text = f"breadth-first order (LoopedBFS): {best.step_s:.4g} s, {other.step_s:.4g} s without"
         screen.line(f"{text}; the optimality gap is of 1F1B's orders", "bold")
-    order = result.describe(best)  # clusters along the pipeline
-    # A layout is not the best plan if --limit excludes it, even if it is faster.
+    clusters = result.describe(best)  # along the pipeline
+    # The user's layout may be faster than the best plan only if --limit excludes the layout.
     layout = result.user_layout
-    is_slower = layout is not None and layout.fits and layout.step_s < best.step_s * (1 - EQUAL)
-    title = "best plan within --limit" if is_slower else "best plan"
-    screen.line(f"{title}: {order}; layers of the stages: {split_text(best.split)}")
-    if is_slower and layout:
+    is_faster = layout is not None and layout.fits and layout.step_s < best.step_s * (1 - EQUAL)
+    title = "best plan within --limit" if is_faster else "best plan"
+    screen.line(f"{title}: {clusters}; layers of the stages: {split_text(best.split)}")
+    if layout and is_faster:
         screen.line(
             f"your layout is faster: {layout.step_s:.4g} s a step; --limit excludes it from the search",
             "yellow",
         )
-    if result.nearest and layout:
+    if result.nearest and layout:  # nearest: the layout's sizes, other layers on the stages
         screen.line(
             f"nearest: your sizes with layers {split_text(result.nearest.split)}, "
             f"{result.nearest.step_s:.4g} s instead of {layout.step_s:.4g} s: add "
@@ -294,7 +294,7 @@ def named_reasons(result: SearchResult) -> dict[str, dict[str, float]]:
 
 
 def why_table(result: SearchResult) -> WhyTable:
-    """Return the table of a step's seconds by cause: a column a plan, no rows for negligible causes."""
+    """Return the table of a step's seconds: one column for each plan, one row for each larger cause."""
     best = result.best
     by_plan = named_reasons(result)
     seconds_of_cause = {}  # name of the cause -> its seconds in each plan
@@ -309,7 +309,7 @@ def why_table(result: SearchResult) -> WhyTable:
         origin = "simulated, mean of all ranks"
     else:
         origin = "closed form, mean of the stages"
-        if best.simulated_s:
+        if best.simulated_s:  # the time sufficed to simulate the step, but not its causes
             origin += "; --seconds was too short to simulate"
     return WhyTable(f"where a step's seconds go ({origin})", ["", *by_plan], rows)
 
@@ -317,13 +317,12 @@ def why_table(result: SearchResult) -> WhyTable:
 def why_lines(result: SearchResult, end: float = inf) -> list[str]:
     """Return sentences on the best plan's speedup over other plans, and on its memory.
 
-    The other plans are, as far as there are any:
+    The other plans are these. A job without holmes is called "stock".
 
-        stock                            the job without holmes, with the sizes of the user's layout
-                                         or, without a layout, of the best plan
-        your layout with holmes          the user's layout, if it is not the best plan itself
-        stock with the sizes that suit   the fastest plan of the job without holmes, after a search
-          it best
+        your layout as stock runs it    if the user gave a layout: this layout without holmes
+        stock                           otherwise: the best plan's sizes without holmes
+        your layout with holmes         the user's layout, if it is not the best plan itself
+        stock with the sizes that ...   after a search: the fastest plan without holmes
 
     Args:
         end: Moment of time.monotonic() at which simulations must have ended.
@@ -334,14 +333,14 @@ def why_lines(result: SearchResult, end: float = inf) -> list[str]:
     # The causes of a step add up to its time.
     steps_s = {plan: sum(seconds.values()) for plan, seconds in reasons(result).items()}
     best_s = steps_s["holmes"]
-    baseline = "your layout as stock runs it" if layout and not is_only_plan else "stock"
-    stock = "the launcher's order, all traffic on the network that all nodes share, layers "
-    stock += "as yours" if layout else "even"
-    lines = [f"{steps_s['stock'] / best_s:.2f} x {baseline} ({stock})"]
+    stock_name = "your layout as stock runs it" if layout and not is_only_plan else "stock"
+    properties = "the launcher's order, all traffic on the network that all nodes share, layers "
+    properties += "as yours" if layout else "even"
+    lines = [f"{steps_s['stock'] / best_s:.2f} x {stock_name} ({properties})"]
     if "yours" in steps_s:
         lines.append(f"{steps_s['yours'] / best_s:.2f} x your layout with holmes")
     if not is_only_plan:
-        fastest = best_stock(result, end)
+        fastest = best_stock(result, end)  # None: none fits, or the time is over
         if fastest:
             ratio = fastest.step_s / best_s
             sizes = f"{sizes_text(fastest.shape)}: {fastest.step_s:.4g} s"
@@ -349,9 +348,9 @@ def why_lines(result: SearchResult, end: float = inf) -> list[str]:
     stage = _fullest_stage(best)
     used = of_limit(best.memory_bytes[stage], best.limit_bytes[stage])
     terms = _terms_text(memory_terms(result, best))
-    has_no_limit = best.limit_bytes[stage] == inf
-    note = f"; {NO_LIMIT}" if has_no_limit else ""
+    note = f"; {NO_LIMIT}" if best.limit_bytes[stage] == inf else ""
     lines.append(f"memory of the fullest stage: {used} ({terms}){note}")
+    # memory_bytes counts tensors alone. nvidia-smi showed up to READ_BESIDE_COUNTED times as many bytes.
     if best.memory_bytes[stage] * READ_BESIDE_COUNTED > best.limit_bytes[stage]:
         lines.append(MAY_NOT_FIT)
     if layout and not layout.fits:
@@ -383,9 +382,8 @@ def stage_link_lines(result: SearchResult, candidate: Candidate) -> list[str]:
     """Return a line on the gain of the plan's pipeline schedule over the framework's, and its memory.
 
     The plan's schedule either lists all passes of each stage, or changes only how many micro-batches a stage
-    has in flight (started forward, not yet backward).
-
-    It is [] if the plan uses the framework's schedule, or gains next to nothing.
+    has in flight (started forward, not yet backward). The result is [] if the plan uses the framework's
+    schedule, or gains next to nothing.
     """
     if not candidate.schedule and not candidate.in_flight:
         return []
@@ -431,6 +429,8 @@ def document(
     closed form. not_expanded lists shapes that fit but have no candidate, with their lower bounds.
 
     Args:
+        plan: The best plan, as --output writes it.
+        job: What to train. Key "told" has its lines, which are printed first without --json.
         starts: Framework -> how to start the best plan.
         more: Additional keys.
     """

@@ -97,13 +97,16 @@ def _with_edit(
 
 
 def step_without_plan_file(result: SearchResult) -> float:
-    """Return the step of a job with the best plan's flags, but without its plan file, in seconds.
+    """Return the duration of a step with the best plan's flags, but without its plan file, in seconds.
 
-    Such a job has the sizes and layers of the plan, and orders its nodes itself when it starts. Its
-    order may differ from the plan's, which was found by simulation. The result is UNKNOWN_S if the time
-    is over (simulations_until()).
+    A job without the plan file has the sizes and layers of the plan, but orders its nodes itself when
+    it starts. This order may differ from the plan's, which was found by simulation.
+
+    Returns:
+        UNKNOWN_S if the deadline passes that the caller has set with simulations_until().
     """
     try:
+        # remember(): computes the duration once for this plan; later calls return the stored value.
         return result.remember("no plan file", result.best, lambda: _own_order_s(result))
     except TimeIsOver:
         return UNKNOWN_S

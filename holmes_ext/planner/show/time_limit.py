@@ -37,7 +37,11 @@ class TimeLimit:
 
     @property
     def simulations_end(self) -> float:
-        """Moment of time.monotonic() at which simulations for the output must have ended."""
+        """Moment of time.monotonic() at which the last simulations must have ended.
+
+        These are the simulations of the best plan after the search, for the tables or for --json. The
+        command needs OUTPUT_S after this moment to print.
+        """
         return self.end - OUTPUT_S
 
     def share_until(self, end: float, share: float) -> float:

@@ -24,7 +24,11 @@ class TimeIsOver(Exception):  # noqa: N818
 
 @contextmanager
 def simulations_until(end: float) -> Iterator[None]:
-    """Give up simulations at a moment of time.monotonic(), by TimeIsOver."""
+    """Make simulations inside the `with` block raise TimeIsOver once the moment `end` has passed.
+
+    Args:
+        end: Moment of time.monotonic().
+    """
     token = _end.set(end)
     try:
         yield

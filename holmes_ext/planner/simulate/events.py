@@ -184,7 +184,9 @@ class Simulation:
         self.rates: dict[tuple[int, ...], dict[int, float]] = {}
 
     def run(self) -> list[list[Span]]:
-        """Run all programs, and return the spans of every actor, from 0 and without gaps.
+        """Run all programs, and return the spans of every actor.
+
+        An actor's spans follow each other from second 0 on; waiting is a span, too ("idle").
 
         Raises:
             HolmesError: An actor waits for a transfer that never comes.
@@ -296,9 +298,8 @@ class Simulation:
             return
         queue = self.channels.setdefault(transfer.channel, deque())
         queue.append(tag)
-        if (
-            len(queue) == 1
-        ):  # the channel was free; otherwise _end() of the transfer before begins this one
+        # If the channel is not free, _end() of the transfer before begins this one.
+        if len(queue) == 1:
             self._begin(tag)
 
     def _begin(self, tag: Hashable) -> None:
@@ -483,8 +484,7 @@ def _fair_rates(
     rates: dict[Hashable, float] = {}
     growing = dict(flows)
     while growing:
-        # `level`: rate of all growing flows at which the next NIC is full or the next flow at its
-        # limit
+        # `level`: rate of all growing flows at which the next NIC is full or a flow at its limit
         used = [nic for nic in nics if weights[nic] > _NO_WEIGHT]
         level = min((free_bps[nic] / weights[nic] for nic in used), default=inf)
         level = min(level, min(flow.limit_bps for flow in growing.values()))

@@ -90,7 +90,11 @@ def libraries(
 ) -> Libraries:
     """Return the libraries of the emulated GPU for the torch that a command imports.
 
-    Libraries that are not in the cache are built, and the results of a new NCCL are checked.
+    Libraries that are not in the cache are built. An NCCL that is new for this torch is checked twice:
+
+        before the build    that it declares all functions of NCCL that torch calls
+        after the build     that its collectives compute the expected numbers, over sockets and over
+                            emulated RDMA
 
     Args:
         command: The command with its arguments.
