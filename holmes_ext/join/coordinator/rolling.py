@@ -22,6 +22,7 @@ Pure: no clock, no network.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from holmes_ext.join.coordinator.awaited import AwaitedPeers
@@ -53,7 +54,8 @@ class RollingRounds:
         self._rounds = rounds
         self._versions = versions
         self._request_times: dict[str, float] = {}  # job -> time of its last request
-        self._reports: dict[str, NextReport] = {}  # job -> its last request
+        # Job -> its last request; without its offers once it is answered (_forget_offers).
+        self._reports: dict[str, NextReport] = {}
         # Fragment -> time of its first offer. It is reset when a round of the fragment begins, or when no job
         # offers it any more.
         self._first_offer_times: dict[int, float] = {}
@@ -82,6 +84,13 @@ class RollingRounds:
         Raises:
             HolmesError: The report contradicts the state of the run.
         """
+        reply = self._reply_to(name, report, now)
+        if reply is not None:
+            self._forget_offers(name)
+        return reply
+
+    def _reply_to(self, name: str, report: NextReport, now: float) -> Reply | None:
+        """Store a request, and return the reply to it; see answer()."""
         state = self._state
         member = state.member(name)
         if sits_out(state, member, state.number + 1):  # because it was late repeatedly
@@ -161,6 +170,15 @@ class RollingRounds:
                 self._rounds.note_left_out(self._state.number + 1, candidates, left_out)
                 self._begin(fragment, contributors, members, candidates, now)
                 return
+
+    def _forget_offers(self, name: str) -> None:
+        """Forget what a job has offered in its last request, because that request is answered.
+
+        A reply may make the job drop pseudo-gradients: those that count in the round, and unusable ones. In
+        its next request it offers those that it still has.
+        """
+        if report := self._reports.get(name):
+            self._reports[name] = replace(report, offers={})
 
     def _record_offer_times(self, members: Sequence[Member], now: float) -> None:
         """Record the time of new offers, and forget fragments that no job offers any more."""
@@ -262,6 +280,8 @@ class RollingRounds:
         if has_begun:
             self._first_offer_times.pop(fragment, None)
             self._quorum_times.pop(fragment, None)
+            for member in members:
+                self._forget_offers(member.name)
 
 
 def _unusable_offer(report: NextReport) -> str:

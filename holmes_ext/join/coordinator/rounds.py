@@ -80,6 +80,7 @@ class Rounds:
             round_state.relayed = self._state.failed_pairs.relayed(round_state.members, now)
             round_state.attempt = 1  # the members get "go"
             round_state.exchange_begin = now
+            round_state.attempt_begin = now
             round_state.last_report = now
             return True
         left_out = "".join(

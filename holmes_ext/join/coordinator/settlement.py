@@ -52,6 +52,9 @@ from holmes_ext.join.coordinator.state import (
 _TWO = 2
 #: Share of the timeout for which the round waits for the report of a member that no other member reached.
 _UNREACHED_SHARE = 0.25
+#: Share of the timeout for which an attempt lasts at least before half of its members or more can be given up.
+#: A member waits a whole timeout for another one's data before it reports the failure.
+_HALF_SILENT_SHARE = 1.25
 
 
 class Settlement:
@@ -340,6 +343,10 @@ class Settlement:
         the median of all members' timeouts. A quarter of this median is enough if all others have reported
         that they could not reach the silent members: their exchange has waited for these already.
 
+        The members that have reported may be the faulty ones: one whose connections are broken reports at
+        once that it reached nobody, while all others still wait for its data. So if the silent members are
+        half of the round or more, they also get the time that such a wait takes (_HALF_SILENT_SHARE).
+
         Args:
             round_state: The round.
             reported: Members that have reported for the current attempt or check.
@@ -355,7 +362,11 @@ class Settlement:
         longest_silence_s = patience_s(members)
         if not round_state.check_number and _all_miss(round_state, silent):
             longest_silence_s *= _UNREACHED_SHARE
-        if silent and now - round_state.last_report < longest_silence_s:
+        end_of_wait = round_state.last_report + longest_silence_s
+        if not round_state.check_number and 2 * len(silent) >= len(members):
+            longest_attempt_s = _HALF_SILENT_SHARE * patience_s(members)
+            end_of_wait = max(end_of_wait, round_state.attempt_begin + longest_attempt_s)
+        if silent and now < end_of_wait:
             return None
         return silent | gone
 
@@ -412,6 +423,7 @@ class Settlement:
         round_state.members = members
         round_state.relayed = self._state.failed_pairs.relayed(members, now)
         round_state.attempt += 1
+        round_state.attempt_begin = now
         round_state.done_reports = {}
         round_state.last_report = now
         round_state.check_number = 0

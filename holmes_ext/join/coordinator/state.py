@@ -104,6 +104,7 @@ class RoundState:
     electorate: set[str] = field(default_factory=set)
     attempt: int = 0  # number of exchanges that were begun; 0: the round has not begun
     exchange_begin: float = 0.0  # time at which the first attempt began
+    attempt_begin: float = 0.0  # time at which the current attempt began
     #: Pairs of members that exchange over the coordinator's relay in the current attempt.
     relayed: set[Pair] = field(default_factory=set)
     has_tried_relay: bool = False  # an attempt was repeated with the failed pairs over the relay

@@ -207,12 +207,29 @@ def test_of_two_jobs_one_that_is_ready_and_vanishes_sits_out_soon(lost):
             delayed.append(number)
             if lost == "leaves":
                 run.coordinator.gone("zero", "1", "closed")
+            run.now += TIMEOUT  # for which the exchange waits for data of zero
             run.done("east", number, unreached=["zero"])
             run.now += TIMEOUT / 4 + 1
             assert run.done("east", number)["attempt"] == 2
             attempt = 2
         assert run.end(number, "east", attempt=attempt)[0]["verdict"] == "commit"
     assert len(delayed) <= 5, delayed
+
+
+@pytest.mark.parametrize("others", [["north"], ["north", "west"], ["north", "south", "west"]])
+def test_a_job_without_connections_does_not_drop_jobs_that_still_wait_for_its_data(others):
+    """It reports at once that it reached nobody; the others report this after a whole timeout."""
+    run = Run("zero", *others)
+    for job in ("zero", *others):
+        reply = run.ready(job, 1)
+    assert set(reply["members"]) == {"zero", *others}
+    assert run.done("zero", 1, unreached=others) is None
+    run.now += TIMEOUT
+    assert run.done("zero", 1) is None, "the others are not given up yet"
+    for job in others:
+        reply = run.done(job, 1, unreached=["zero"])
+    assert reply["verdict"] == "go" and set(reply["members"]) == {"zero", *others}
+    assert run.coordinator.state.failed_pairs.relayed(["zero", *others], run.now)
 
 
 def test_of_two_jobs_the_smaller_timeout_counts():

@@ -4,7 +4,7 @@ from coordinator_rules import claims_of
 
 from holmes_ext.join.coordinator.coordinator import Coordinator
 from holmes_ext.join.coordinator.lock_step import LockStepRounds
-from holmes_ext.join.coordinator.reports import Hello, NextReport, Offer
+from holmes_ext.join.coordinator.reports import CheckedReport, DoneReport, Hello, NextReport, Offer
 from holmes_ext.join.coordinator.rolling import RollingRounds
 
 CLAIMS = claims_of([(0, 7), (0, 7)])
@@ -27,6 +27,17 @@ class Run:
         """Ask for the next round, with an offer of each of these fragments."""
         offers = {fragment: Offer(fragment, tokens=8, norm=1.0) for fragment in fragments}
         return self.coordinator.next_round("next", job, NextReport(CLAIMS, offers), self.now)
+
+    def exchange(self, number, *jobs):
+        """Report that the exchange and the check of a round succeeded, for each of its members."""
+        digests = dict.fromkeys(jobs, "0" * 16)
+        factors = dict.fromkeys(jobs, 1 / len(jobs))
+        for job in jobs:
+            self.coordinator.done(job, DoneReport(number, 1), self.now)
+        report = CheckedReport(number, 1, 1, digests, factors)
+        for _ in range(2):  # the first job has its answer once the last one has reported
+            replies = [self.coordinator.checked(job, report, self.now) for job in jobs]
+        assert [reply["verdict"] for reply in replies] == ["commit"] * len(jobs)
 
 
 def test_a_round_begins_at_once_when_all_jobs_offer_the_fragment():
@@ -51,3 +62,25 @@ def test_a_fragment_that_too_few_jobs_offer_waits():
     run = Run("east", "north", "west", grace=0)
     assert run.next("east", 0) is None and run.next("north", 1) is None
     assert run.next("west", 1)["fragment"] == 1
+
+
+def test_an_offer_counts_in_one_round():
+    """The job has no such pseudo-gradient any more until it offers the next one."""
+    run = Run("east", "west")
+    assert run.next("west", 0, 1) is None
+    assert run.next("east", 0)["members"] == {"east": 0.5, "west": 0.5}
+    run.exchange(1, "east", "west")
+    claims = claims_of([(1, 7), (0, 7)])
+    again = NextReport(claims, {0: Offer(0, tokens=8, norm=1.0)})
+    assert run.coordinator.next_round("next", "east", again, run.now) is None
+    run.now += 4.0  # the grace period is over
+    reply = run.coordinator.next_round("next", "east", again, run.now)
+    assert reply["members"] == {"east": 1.0, "west": 0.0}
+
+
+def test_an_unusable_offer_is_forgotten():
+    run = Run("east", "west", grace=0)
+    unusable = NextReport(CLAIMS, {0: Offer(0, tokens=8, norm=None, why="it is not finite")})
+    assert run.coordinator.next_round("next", "east", unusable, run.now)["verdict"] == "void"
+    reply = run.next("west", 0)
+    assert "east" not in reply["left_out"]
