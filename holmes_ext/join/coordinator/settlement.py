@@ -52,8 +52,8 @@ from holmes_ext.join.coordinator.state import (
 _TWO = 2
 #: Share of the timeout for which the round waits for the report of a member that no other member reached.
 _UNREACHED_SHARE = 0.25
-#: Share of the timeout for which an attempt lasts at least before half of its members or more can be given up.
-#: A member waits a whole timeout for another one's data before it reports the failure.
+#: Share of the timeout for which an attempt lasts at least before half or more of its members can be given
+#: up. A member waits a whole timeout for another one's data before it reports the failure.
 _HALF_SILENT_SHARE = 1.25
 
 
