@@ -39,6 +39,7 @@ cluster: 3.3 s on 64 H100 that reach 400 TFLOP/s, 8.4 s on 64 A100 that reach 15
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import tempfile
@@ -94,7 +95,7 @@ class Case:
 
         If `jobs` is 0, there are two clusters of 2 nodes, and the link between them has the rate
         `rate`. Otherwise each job has one node, in a cluster of its own behind an uplink with that
-        rate.
+        rate. Each pair of clusters has a round trip of 40 ms.
         """
         if not self.jobs:
             return CLUSTERS.replace("20Mb/s", self.rate)
@@ -107,7 +108,15 @@ uplink = "{self.rate}"
 """
             for name, nodes in self.nodes.items()  # each job has a single node
         )
-        return 'version = 2\n[ethernet]\nrate = "1Gb/s"\nlatency = "20ms"\n' + clusters
+        links = "".join(
+            f"""[[between]]
+clusters = ["{one}", "{other}"]
+rate = "1Gb/s"
+latency = "20ms"
+"""
+            for one, other in itertools.combinations(self.nodes, 2)
+        )
+        return 'version = 2\n[ethernet]\nrate = "1Gb/s"\n' + clusters + links
 
     @property
     def name(self) -> str:
