@@ -2,7 +2,10 @@
 
 import os
 import socket
+import sys
 import threading
+import time
+import traceback
 
 import pytest
 import torch
@@ -172,12 +175,24 @@ def test_a_standing_line_on_which_something_else_came_is_dropped(monkeypatch):
             line.receive(deadline)
 
 
-def test_no_thread_or_connection_is_left():
-    await_(
-        lambda: (
-            not [one for one in threading.enumerate() if one.name.startswith("holmes-serve guest")]
-        )
-    )
+@pytest.fixture(scope="module", autouse=True)
+def threads_of_other_tests():
+    """Return the threads that existed before the first test of this module."""
+    return set(threading.enumerate())
+
+
+def test_no_thread_or_connection_is_left(threads_of_other_tests):
+    def connections():
+        """Return the threads that serve a connection of this module's tests."""
+        threads = set(threading.enumerate()) - threads_of_other_tests
+        return [one for one in threads if one.name.startswith("holmes-serve guest")]
+
+    end = time.monotonic() + PATIENCE_S
+    while connections() and time.monotonic() < end:
+        time.sleep(0.05)
+    frames = sys._current_frames()
+    stacks = [traceback.format_stack(frames.get(one.ident)) for one in connections()]
+    assert not stacks, "\n".join("".join(stack) for stack in stacks)
 
 
 # Whole jobs
