@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -288,7 +287,7 @@ def measured() -> str:
 
     Each line of MEASURED has the ratio of step times "holmes : stock" (_STOCK: the same job without
     holmes), and "holmes : all-RDMA" (_BOUND: the same job where all nodes share one fast network).
-    Two lines follow: what holmes costs in a single cluster, and the error of predicted step times.
+    A line follows with what holmes costs in a single cluster.
     """
 
     def value(file: str, case: str, metric: str) -> float:
@@ -308,20 +307,7 @@ def measured() -> str:
     ]
     # One cluster has no slow links to avoid, so holmes can only cost time there.
     control = value("two_clusters.json", "control: one cluster", "what holmes adds to a step")
-    # The worst error is the one that holmes prints beside each optimality gap.
-    errors = [error for file in RESULTS.glob("*.json") for error in step_error_values(file.name)]
-    median, worst = statistics.median(errors), worst_error()[1]
-    lines.append(
-        ("one cluster, where nothing can be gained", f"step {100 * control:+.1f} %", "", "")
-    )
-    lines.append(
-        (
-            f"`holmes plan` against {len(errors)} measured steps",
-            f"median error {100 * median:.1f} %",
-            f"worst {100 * worst:.1f} %",
-            "",
-        )
-    )
+    lines.append(("nothing to gain: one uniform cluster", f"step {100 * control:+.1f} %", "", ""))
     return table(
         ("2 cores, torch 2.13.0, gloo, compute emulated", _STOCK, _BOUND, "loss differs by"), lines
     )
@@ -369,8 +355,7 @@ def placed() -> str:
             f" by which ours costs {min(cost_ratios):.2f} to {max(cost_ratios):.2f}"
             f" of its own search's. "
             f"Optimality gaps: "
-            f"no plan is more than {max(gaps):.0%} faster, within that model."
-            f" [More](docs/benchmarks/planner.md#stages-on-link-matrices).",
+            f"no plan is more than {max(gaps):.0%} faster, within that model.",
             119,
         )
         + "\n"

@@ -105,13 +105,10 @@ def test_programs_have_the_options_of_the_commands():
                 assert f'"{option}"' in source, (program, option)
 
 
-def test_readme_the_page_and_the_program_have_the_same_error():
-    errors = benchmark_tables.errors().splitlines()[-1]
-    steps, median, worst = re.findall(r"[\d.]+", errors)
+def test_the_page_and_the_program_have_the_same_worst_error():
+    all_results = benchmark_tables.errors().splitlines()[-1]
+    worst = re.findall(r"[\d.]+", all_results)[-1]
     assert f"{worst}%" in tables.model_error()
-    assert (
-        f"{steps} measured steps | median error {median} % | worst {worst} %" in tables.measured()
-    )
 
 
 def test_the_page_counts_the_planners_that_were_run():
