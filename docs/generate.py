@@ -52,6 +52,7 @@ from holmes_ext.runtime.watch.metrics import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))  # where this is loaded as a module
+import benchmark_tables  # noqa: E402
 import tables  # noqa: E402
 from tables import table  # noqa: E402
 
@@ -400,7 +401,12 @@ BLOCKS = {
         tables.placed,
         tables.rows,
         tables.cells,
-        tables.about,
+        benchmark_tables.speed,
+        benchmark_tables.variants,
+        benchmark_tables.ranges,
+        benchmark_tables.errors,
+        benchmark_tables.sources,
+        benchmark_tables.programs,
     )
 }
 

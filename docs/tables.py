@@ -5,12 +5,11 @@ docs/generate.py replaces marked blocks of a page by such tables:
     <!-- generated: rows two_clusters.json; case=4.4; metric=step .* -->      a line for each result
     <!-- generated: cells prediction.json; measured=measured step; ... -->     a line for each case,
                                                             with a column for each TITLE=metric
-    <!-- generated: about two_clusters.json -->                                machine and versions
 
 case and metric are regular expressions for the whole name. If that of a metric has a group, the
 text that the group matches is shown after the value. Without a metric, `rows` shows the results
-that have a target or are ratios. If the file does not exist yet, `about` says so, and `rows` is
-empty.
+that have a target or are ratios. If the file does not exist yet, `rows` is empty.
+docs/benchmark_tables.py has more blocks.
 """
 
 from __future__ import annotations
@@ -23,6 +22,13 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+#: Metrics that are the error of one predicted step.
+_STEP_ERROR = re.compile(
+    r"error|error of the prediction, .*|prediction error (uniform|speed|balanced)"
+    r"|.*, predicted against measured"
+)
+#: Characters of a target above which it is rounded: some are copied from another result.
+_LONGEST_TARGET = 8
 Row = dict[str, Any]
 
 
@@ -128,6 +134,8 @@ def target(row: Row) -> str:
     if "target" not in row:
         return ""
     sign, number = row["target"].split()
+    if len(number) > _LONGEST_TARGET:
+        number = f"{float(number):.4g}"
     limit = f"{number} %" if row["unit"] == "%" else number
     if _is_fraction(row["unit"]):
         limit = f"{100 * float(number):g} %"
@@ -137,7 +145,7 @@ def target(row: Row) -> str:
     return f"{word}{limit}: {'met' if row.get('met') else '**not met**'}"
 
 
-def _parse_arguments(arguments: str) -> tuple[str, dict[str, str]]:
+def parse_arguments(arguments: str) -> tuple[str, dict[str, str]]:
     """Return the file name, and name -> regular expression, of "FILE; NAME=REGEX; ..."."""
     file, *assignments = (text.strip() for text in arguments.split(";"))
     return file, dict(text.split("=", 1) for text in assignments)
@@ -153,7 +161,7 @@ def rows(arguments: str) -> str:
     Returns:
         The table; "" if the file does not exist.
     """
-    file, patterns = _parse_arguments(arguments)
+    file, patterns = parse_arguments(arguments)
     if not (RESULTS / file).exists():
         return ""
     case, metric = patterns.get("case", ".*"), patterns.get("metric")
@@ -182,7 +190,7 @@ def cells(arguments: str) -> str:
             of a column, which shows the metric that REGEX matches. The title "case" makes no
             column: its REGEX chooses the cases. By default, all cases are shown.
     """
-    file, columns = _parse_arguments(arguments)  # columns: title -> regular expression of a metric
+    file, columns = parse_arguments(arguments)  # columns: title -> regular expression of a metric
     case = columns.pop("case", ".*")
     cases: dict[str, list[Row]] = {}
     for row in load(file):
@@ -279,7 +287,7 @@ def measured() -> str:
 
     Each line of MEASURED has the ratio of step times "holmes : stock" (_STOCK: the same job without
     holmes), and "holmes : all-RDMA" (_BOUND: the same job where all nodes share one fast network).
-    Two lines follow: what holmes costs in a single cluster, and the error of predicted step times.
+    A line follows with what holmes costs in a single cluster.
     """
 
     def value(file: str, case: str, metric: str) -> float:
@@ -299,21 +307,7 @@ def measured() -> str:
     ]
     # One cluster has no slow links to avoid, so holmes can only cost time there.
     control = value("two_clusters.json", "control: one cluster", "what holmes adds to a step")
-    # "31 lab cases" is the name under which the benchmark writes the errors over all its cases.
-    error, worst = (
-        value("prediction.json", "31 lab cases", what) for what in ("median error", "worst error")
-    )
-    lines.append(
-        ("one cluster, where nothing can be gained", f"step {100 * control:+.1f} %", "", "")
-    )
-    lines.append(
-        (
-            "`holmes plan` against measured steps, 31 cases",
-            f"median error {100 * error:.1f} %",
-            f"worst {100 * worst:.1f} %",
-            "",
-        )
-    )
+    lines.append(("nothing to gain: one uniform cluster", f"step {100 * control:+.1f} %", "", ""))
     return table(
         ("2 cores, torch 2.13.0, gloo, compute emulated", _STOCK, _BOUND, "loss differs by"), lines
     )
@@ -361,8 +355,7 @@ def placed() -> str:
             f" by which ours costs {min(cost_ratios):.2f} to {max(cost_ratios):.2f}"
             f" of its own search's. "
             f"Optimality gaps: "
-            f"no plan is more than {max(gaps):.0%} faster, within that model."
-            f" [More](docs/benchmarks/placement.md).",
+            f"no plan is more than {max(gaps):.0%} faster, within that model.",
             119,
         )
         + "\n"
@@ -380,6 +373,28 @@ def results() -> str:
         if any("target" in row or row["unit"] == "x" for row in load(file.name)):
             sections.append(f"## {file.name}\n\n{about(file.name)}\n{rows(file.name)}")
     return "\n".join(sections)
+
+
+def step_error_values(file: str) -> list[float]:
+    """Return the relative errors, without their signs, of all predicted steps in a results file.
+
+    Left out: predictions that by design lack a part of the step ("numbers alone"), those of models
+    that a job measures itself (partition.json's "by profile", adapt.json), and published.json,
+    whose runs were measured elsewhere.
+    """
+    if file == "published.json":
+        return []
+    document = json.loads((RESULTS / file).read_text())
+    rows_of_file = document.get("rows", []) if isinstance(document, dict) else []
+    values = [abs(row["value"]) for row in rows_of_file if _STEP_ERROR.fullmatch(row["metric"])]
+    # planners.json has simulated and measured steps instead of errors.
+    value_of = {(row["scene"], row["metric"]): row["value"] for row in rows_of_file}
+    for (case, metric), measured_s in value_of.items():
+        planner, found, _ = metric.partition(": measured step in the lab")
+        if found:
+            simulated_s = value_of[case, f"{planner}: step"]
+            values.append(abs(simulated_s / measured_s - 1))
+    return values
 
 
 def worst_error() -> tuple[str, float]:

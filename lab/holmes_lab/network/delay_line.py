@@ -39,7 +39,7 @@ _NO_WAIT_S = 50e-6
 #: Smallest buffer of a queue, in seconds of its rate. A longer path has two round trips. Large
 #: buffers make a link its rate and its latency, and nothing else: for each lost frame, Reno halves
 #: its window and wins back a segment per round trip (over 20 ms and 100 Mb/s, sums of 10 MB took 3
-#: to 12 % longer with 0.1 s, docs/numbers.md).
+#: to 12 % longer with 0.1 s, benchmarks/README.md).
 LEAST_BUFFER_S = 3.0
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
