@@ -46,13 +46,17 @@ KEPT = {
     ): "a cluster.toml: tests/cluster/test_spec.py reads one with these keys",
     ("docs/clusters.md", "[[between]]"): "the same",
     ("docs/clusters.md", 'gpu = "X1000"'): "the same",
-    (
-        "docs/schedulers/slurm.md",
-        "PARTITION AVAIL",
-    ): "what sinfo prints in a lab of slurm_8_ib_6_roce.toml",
     ("docs/schedulers/slurm.md", "holmes discover: cluster.toml"): "the command's: "
     "tests/cli/test_discover_from.py",
     ("docs/schedulers/mpi.md", "ib01 slots=8"): "a hostfile",
+    ("docs/fabric_constraints.md", "SwitchName=ib"): "a topology.conf of Slurm",
+    ("docs/fabric_constraints.md", "#SBATCH --nodes=6"): "lines of a batch script: "
+    "examples/slurm/megatron_lm_het.sbatch has them",
+    ("docs/fabric_constraints.md", "srun: error:"): "what Slurm 22.05.8 prints in the lab with it",
+    ("docs/cross_datacenter.md", "[[between]]"): "a part of a cluster.toml: "
+    "examples/clusters/two_cities_1024.toml has it",
+    ("docs/nccl_variables.md", "problem: NCCL_IB_HCA"): "holmes doctor's: "
+    "tests/doctor/test_nccl_names.py",
     (
         "docs/frameworks/megatron_lm.md",
         "from holmes_ext import initialize_model_parallel",

@@ -50,7 +50,7 @@ HEAD = (
     "step, s (spread)",
     "token/s",
     "x stock",
-    "x bound",
+    "x all-RDMA",
     "last loss",
     "Eth MB",
     "fast MB",
@@ -64,7 +64,7 @@ def add_parser(subparsers: Any) -> None:
         help="train a GPT on two emulated clusters, stock and with holmes, and show the difference",
         description="Trains examples/deepspeed_pipeline on 4 emulated nodes (2 with InfiniBand, 2 with RoCE, "
         "Ethernet between) with DeepSpeed's pipeline engine: stock, with --holmes, and on one all-InfiniBand "
-        "cluster (the bound). Needs root (or user namespaces) and iproute2; takes about 5 minutes on 2 cores."
+        "cluster (all-RDMA). Needs root (or user namespaces) and iproute2; takes about 5 minutes on 2 cores."
         " Exit status 1 when a loss differs from stock's by more than 1e-6.",
     )
     parser.add_argument(
@@ -214,7 +214,7 @@ def _result(series: dict[str, Series]) -> dict[str, Any]:
     """Return the comparison of the three variants as the JSON document that --json prints.
 
     "stock" trains without holmes on two clusters, and "holmes" with it on the same clusters.
-    "all-RDMA" trains without holmes on one cluster with RDMA between all nodes: the upper bound.
+    "all-RDMA" trains without holmes on one cluster with RDMA between all nodes: the yardstick.
 
     Args:
         series: Name of each variant -> its measurements.
@@ -251,7 +251,7 @@ def _rows(series: dict[str, Series]) -> list[list[str]]:
     """Return a row of the table for each variant.
 
     The columns are those of HEAD: name, step time and its spread, tokens per second, throughput
-    relative to stock and to the all-RDMA bound, last loss, and the MB that a node sends in a step
+    relative to stock and to all-RDMA, last loss, and the MB that a node sends in a step
     on Ethernet and on its fast NICs.
 
     Args:

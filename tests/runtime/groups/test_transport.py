@@ -144,6 +144,32 @@ def test_node_environment():
 
 
 @pytest.mark.parametrize(
+    "name, value, planned",
+    [
+        ("NCCL_IB_HCA", "mlx5_2", "=mlx5_2:1,mlx5_3:1"),
+        ("NCCL_IB_GID_INDEX", "0", "3"),
+        ("NCCL_SOCKET_IFNAME", "bond0", "=eth0"),
+    ],
+)
+def test_each_variable_that_the_user_sets_wins(name, value, planned):
+    """As docs/nccl_variables.md says: the user's value stays, the other two are set, one line reports it."""
+    node = site(b0=[ROCE]).nodes[0]
+    chosen: dict[str, str] = {}
+    node_environment(node, chosen)
+    environ = {name: value}
+    assert node_environment(node, environ) == [
+        f"{name}={value} was set by you and stays (holmes would use {planned})"
+    ]
+    assert environ == {**chosen, name: value} and chosen[name] == planned
+
+
+def test_a_variable_that_is_set_to_nothing_counts_as_unset():
+    environ = {"NCCL_IB_HCA": ""}
+    assert node_environment(site(b0=[ROCE]).nodes[0], environ) == []
+    assert environ["NCCL_IB_HCA"] == "=mlx5_2:1,mlx5_3:1"
+
+
+@pytest.mark.parametrize(
     "requested, told",
     [
         ("AWS Libfabric", "groups on efa request 'Libfabric' by name"),
