@@ -230,26 +230,8 @@ def about(file: str) -> str:
 #: Lines of README's table: name of the line, results file, case.
 _STOCK, _BOUND = "holmes : stock", "holmes : all-RDMA"
 MEASURED = (
-    ("DeepSpeed, 4+4 nodes, pipeline 2", "two_clusters.json", "4+4"),
-    (
-        "DeepSpeed, 4+4, RoCE much slower (where the paper has 1.38)",
-        "two_clusters.json",
-        "4+4 slow RoCE",
-    ),
-    ("DeepSpeed, 2+4 nodes, pipeline 3", "two_clusters.json", "2+4 pipeline 3"),
-    (
-        "DeepSpeed, three clusters of 2, 2 and 4 nodes, pipeline 4",
-        "two_clusters.json",
-        "three clusters",
-    ),
-    ("megatron-core, 4+4 nodes, pipeline 2", "megatron_two_clusters.json", "4+4"),
-    (
-        "Megatron-DeepSpeed's pretrain_gpt.py, 4+4 nodes, three times slower",
-        "megatron_deepspeed.json",
-        "4+4 three times slower",
-    ),
-    ("Hugging Face's Trainer (DistributedDataParallel), 4+4 nodes", "stacks.json", "trainer"),
-    ("FSDP2, 4+4 nodes, `--holmes-fsdp hybrid`", "stacks.json", "fsdp2"),
+    ("pipeline: DeepSpeed, 4+4 nodes, 2 stages", "two_clusters.json", "4+4"),
+    ("data-parallel: Hugging Face's Trainer (DDP), 4+4 nodes", "stacks.json", "trainer"),
 )
 
 
@@ -279,7 +261,7 @@ def measured() -> str:
 
     Each line of MEASURED has the ratio of step times "holmes : stock" (_STOCK: the same job without
     holmes), and "holmes : all-RDMA" (_BOUND: the same job where all nodes share one fast network).
-    Two lines follow: what holmes costs in a single cluster, and the error of predicted step times.
+    A line follows with what holmes costs in a single cluster.
     """
 
     def value(file: str, case: str, metric: str) -> float:
@@ -299,28 +281,12 @@ def measured() -> str:
     ]
     # One cluster has no slow links to avoid, so holmes can only cost time there.
     control = value("two_clusters.json", "control: one cluster", "what holmes adds to a step")
-    # "31 lab cases" is the name under which the benchmark writes the errors over all its cases.
-    error, worst = (
-        value("prediction.json", "31 lab cases", what) for what in ("median error", "worst error")
-    )
-    lines.append(
-        ("one cluster, where nothing can be gained", f"step {100 * control:+.1f} %", "", "")
-    )
-    lines.append(
-        (
-            "`holmes plan` against measured steps, 31 cases",
-            f"median error {100 * error:.1f} %",
-            f"worst {100 * worst:.1f} %",
-            "",
-        )
-    )
-    return table(
-        ("2 cores, torch 2.13.0, gloo, compute emulated", _STOCK, _BOUND, "loss differs by"), lines
-    )
+    lines.append(("nothing to gain: one uniform cluster", f"step {100 * control:+.1f} %", "", ""))
+    return table(("emulated, gloo, torch 2.13.0", _STOCK, _BOUND, "loss differs by"), lines)
 
 
 def placed() -> str:
-    """Return the sentences of README.md about placements of pipeline stages (placement.json).
+    """Return the sentences of docs/plan_search.md about placements of pipeline stages (placement.json).
 
     DT-FM (arXiv 2206.01288) places ranks so that its own objective, a cost of communication and
     not the step time, is smallest. The sentences have three ranges over all cases:
@@ -361,8 +327,7 @@ def placed() -> str:
             f" by which ours costs {min(cost_ratios):.2f} to {max(cost_ratios):.2f}"
             f" of its own search's. "
             f"Optimality gaps: "
-            f"no plan is more than {max(gaps):.0%} faster, within that model."
-            f" [More](docs/benchmarks/placement.md).",
+            f"no plan is more than {max(gaps):.0%} faster, within that model.",
             119,
         )
         + "\n"
