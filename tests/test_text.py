@@ -61,10 +61,6 @@ KEPT = {
         "from holmes_ext import initialize_model_parallel",
     ): "a program: integration_tests/rows/megatron_core_call.py calls the function",
     ("docs/how.md", "cluster  ->  plan"): "a picture",
-    (
-        "docs/how.md",
-        "holmes_ext/cluster     what there is",
-    ): "folders: tests/test_docs.py looks for each",
     ("docs/numbers.md", '{"machine": ...'): "a form: benchmarks/harness.py writes it",
 }
 #: Programs of others in commands, whose own options nobody here knows.
