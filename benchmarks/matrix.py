@@ -24,7 +24,7 @@ them (--slim). --pip "--index-url ..." chooses another index for it, and integra
 adds to old versions what they lack on CPUs. The environment of any other row contains only the row's
 packages, and imports torch and all else from the environment that runs this program.
 
-If FILE is benchmarks/results/matrix.json, the tables in README.md and docs/versions.md are updated from it.
+If FILE is benchmarks/results/matrix.json, the tables in docs/versions*.md are updated from it.
 Rows that use the source of Megatron-LM or Megatron-DeepSpeed need a clone of it (tests/checkouts.py says
 where). A row with another version of Python needs pythonX.Y on PATH.
 """

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/versions.md from the results of benchmarks/matrix.py."""
+"""Writes the tables of docs/versions*.md from the results of benchmarks/matrix.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from harness import Row as Figure
 from matrix_rows import CASES, ROWS, Row
 
 ROOT = Path(__file__).resolve().parents[1]
-#: In README: the rows that most people are near to, each end of what is supported among them.
+#: In docs/versions.md: the rows that most people are near to, each end of what is supported among them.
 FEW = (
     "NVIDIA's 25.04 container",
     "NVIDIA's 25.10 container",
@@ -22,8 +22,8 @@ FEW = (
 )
 #: Page -> its tables: the rows of a kind, or those of FEW.
 PAGES = {
-    ROOT / "README.md": ("few",),
-    ROOT / "docs" / "versions.md": ("pair", "torch", "deepspeed", "megatron"),
+    ROOT / "docs" / "versions.md": ("few",),
+    ROOT / "docs" / "versions_tested.md": ("pair", "torch", "deepspeed", "megatron"),
 }
 COLUMNS = (
     "",
@@ -135,7 +135,7 @@ def disabled_features(about: dict[str, Any]) -> str:
 
 
 def write_pages(figures: list[Figure], about: dict[str, Any]) -> None:
-    """Write the tables of tested versions into README.md and docs/versions.md.
+    """Write the tables of tested versions into docs/versions.md and docs/versions_tested.md.
 
     A table goes between the markers <!-- matrix KIND --> and <!-- /matrix -->. KIND is the argument
     of table(), such as "torch". A list of the features that are off follows <!-- matrix off -->.

@@ -77,14 +77,14 @@ PAGES = {
     "cluster": "clusters.md",
     "plan": "plan.md",
     "partition": "plan.md#layers-of-each-stage",
-    "metrics": "metrics.md",
+    "metrics": "step.md#metrics-for-prometheus",
     "preflight": "trouble.md#before-training-the-preflight",
     "watchdog": "trouble.md#it-hangs-the-watchdog",
     "telemetry": "step.md",
     "join": "joined.md",
-    "outer": "joined.md#how-they-update-each-other",
+    "outer": "joined_settings.md",
     "profile": "plan.md#from-the-job-itself-holmes-tune",
-    "try_": "versions.md#a-version-that-is-newer",
+    "try_": "versions.md#use-a-newer-version",
 }
 
 

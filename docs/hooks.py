@@ -1,7 +1,7 @@
 """Hooks of mkdocs, which builds the site from docs/ (mkdocs.yml names this file).
 
-They add README.md as the first page, SECURITY.md, and a page with all results. Links to other files outside
-docs/, of which the site has no copy, become text.
+They add README.md as the first page, SECURITY.md, CONTRIBUTING.md, CHANGELOG.md, and a page with
+all results. Links to other files outside docs/, of which the site has no copy, become text.
 """
 
 import importlib.util
@@ -12,7 +12,12 @@ from mkdocs.structure.files import File
 
 DOCS = Path(__file__).resolve().parent
 #: Files outside docs/ that are pages of the site -> the names of these pages.
-OUTSIDE = {"README.md": "index.md", "SECURITY.md": "security.md"}
+OUTSIDE = {
+    "README.md": "index.md",
+    "SECURITY.md": "security.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -30,12 +35,29 @@ def on_files(files, config):
     mkdocs calls this with the files that it has found.
     """
     for name, page in OUTSIDE.items():
-        content = (DOCS.parent / name).read_text().replace("](docs/", "](")
-        for other, other_page in OUTSIDE.items():
-            content = content.replace(f"]({other}", f"]({other_page}")
+        content = _LINK.sub(_link_of_root_page, (DOCS.parent / name).read_text())
         files.append(File.generated(config, page, content=content))
     files.append(File.generated(config, "results.md", content=_load_generate().tables.results()))
     return files
+
+
+def _link_of_root_page(match):
+    """Return the Markdown that replaces one link of a page in the root folder, such as README.md.
+
+    [a](docs/plan.md)   -> [a](plan.md)
+    [a](SECURITY.md)    -> [a](security.md)   a page of OUTSIDE
+    [a](lab/x.py)       -> a (`lab/x.py`)     text, because the site has no such file
+    """
+    text, target = match[1], match[2]
+    path, hash_sign, anchor = target.partition("#")
+    if "://" in target or not path:
+        return match[0]
+    if path in OUTSIDE:
+        return f"[{text}]({OUTSIDE[path]}{hash_sign}{anchor})"
+    if path.startswith("docs/"):
+        return f"[{text}]({target.removeprefix('docs/')})"
+    assert (DOCS.parent / path).exists(), path
+    return f"{text} (`{path}`)"
 
 
 def on_page_markdown(markdown, page, config, files):

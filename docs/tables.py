@@ -238,26 +238,8 @@ def about(file: str) -> str:
 #: Lines of README's table: name of the line, results file, case.
 _STOCK, _BOUND = "holmes : stock", "holmes : all-RDMA"
 MEASURED = (
-    ("DeepSpeed, 4+4 nodes, pipeline 2", "two_clusters.json", "4+4"),
-    (
-        "DeepSpeed, 4+4, RoCE much slower (where the paper has 1.38)",
-        "two_clusters.json",
-        "4+4 slow RoCE",
-    ),
-    ("DeepSpeed, 2+4 nodes, pipeline 3", "two_clusters.json", "2+4 pipeline 3"),
-    (
-        "DeepSpeed, three clusters of 2, 2 and 4 nodes, pipeline 4",
-        "two_clusters.json",
-        "three clusters",
-    ),
-    ("megatron-core, 4+4 nodes, pipeline 2", "megatron_two_clusters.json", "4+4"),
-    (
-        "Megatron-DeepSpeed's pretrain_gpt.py, 4+4 nodes, three times slower",
-        "megatron_deepspeed.json",
-        "4+4 three times slower",
-    ),
-    ("Hugging Face's Trainer (DistributedDataParallel), 4+4 nodes", "stacks.json", "trainer"),
-    ("FSDP2, 4+4 nodes, `--holmes-fsdp hybrid`", "stacks.json", "fsdp2"),
+    ("pipeline: DeepSpeed, 4+4 nodes, 2 stages", "two_clusters.json", "4+4"),
+    ("data-parallel: Hugging Face's Trainer (DDP), 4+4 nodes", "stacks.json", "trainer"),
 )
 
 
@@ -308,13 +290,11 @@ def measured() -> str:
     # One cluster has no slow links to avoid, so holmes can only cost time there.
     control = value("two_clusters.json", "control: one cluster", "what holmes adds to a step")
     lines.append(("nothing to gain: one uniform cluster", f"step {100 * control:+.1f} %", "", ""))
-    return table(
-        ("2 cores, torch 2.13.0, gloo, compute emulated", _STOCK, _BOUND, "loss differs by"), lines
-    )
+    return table(("emulated, gloo, torch 2.13.0", _STOCK, _BOUND, "loss differs by"), lines)
 
 
 def placed() -> str:
-    """Return the sentences of README.md about placements of pipeline stages (placement.json).
+    """Return the sentences of docs/plan_search.md about placements of pipeline stages (placement.json).
 
     DT-FM (arXiv 2206.01288) places ranks so that its own objective, a cost of communication and
     not the step time, is smallest. The sentences have three ranges over all cases:

@@ -3,7 +3,7 @@
     python tests/summary.py build/results/integration.xml ...
 
     part     one run of pytest; its results are in one JUnit XML file on the command line
-    entry    a framework or launcher that README's table "your job" lists; a test with the mark row(NAME)
+    entry    a framework or launcher that run.md's table "your job" lists; a test with the mark row(NAME)
              tests the entry NAME
 
 The summary prints a state for each entry:
@@ -29,7 +29,7 @@ from enum import Enum
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HEADING = "| your job | add |\n"  # of README's table
+HEADING = "| your job | add |\n"  # of run.md's table
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")  # of Markdown: [text](address)
 SLOWEST = 30  # tests that the summary lists
 WIDTH = 120  # columns
@@ -69,7 +69,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Entry:
-    """Test state of one framework or launcher of README's table, as the summary prints it in one line."""
+    """Test state of one framework or launcher of run.md's table, as the summary prints it in one line."""
 
     name: str
     state: str  # such as "passed" or "PARTLY SKIPPED"
@@ -77,14 +77,14 @@ class Entry:
 
 
 def readme_rows(readme: str) -> list[tuple[str, ...]]:
-    """Return the frameworks and launchers that README's table "your job" lists, one tuple for each row.
+    """Return the frameworks and launchers that run.md's table "your job" lists, one tuple for each row.
 
     The first cell of a row contains one or more names, sometimes after a label. For example, the cell
     "any script: torchrun, srun" becomes ("torchrun", "srun").
     """
     _, heading, text_after_heading = readme.partition(HEADING)
     if not heading:
-        raise ValueError(f"README has no table with the heading {HEADING.strip()!r}")
+        raise ValueError(f"docs/run.md has no table with the heading {HEADING.strip()!r}")
     table = text_after_heading.split("\n\n", maxsplit=1)[0]
     _, *lines = table.splitlines()  # the first line is the rule below the heading: | --- | --- |
     rows = []
@@ -97,7 +97,7 @@ def readme_rows(readme: str) -> list[tuple[str, ...]]:
 
 
 def entries_of(mark: str, rows: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the entries (frameworks and launchers) of README's table that the mark row(NAME) names.
+    """Return the entries (frameworks and launchers) of run.md's table that the mark row(NAME) names.
 
     Args:
         mark: NAME. It is an entry, a part of exactly one entry ("Megatron-LM"), or the list of all
@@ -117,7 +117,7 @@ def entries_of(mark: str, rows: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     containing = [entry for entry in entries if mark in entry]
     if len(containing) != 1:
         raise ValueError(
-            f"row({mark!r}) names {len(containing)} entries of README's table 'your job'"
+            f"row({mark!r}) names {len(containing)} entries of run.md's table 'your job'"
         )
     return (containing[0],)
 
@@ -189,11 +189,11 @@ def _properties(element: ElementTree.Element) -> list[tuple[str, str]]:
 
 
 def table(parts: Iterable[Part], rows: Sequence[tuple[str, ...]]) -> list[Entry]:
-    """Return the test state of each framework and launcher, in the order of README's table.
+    """Return the test state of each framework and launcher, in the order of run.md's table.
 
     Args:
         parts: Results of several runs of pytest.
-        rows: The frameworks and launchers in each row of README's table.
+        rows: The frameworks and launchers in each row of run.md's table.
     """
     tests = [test for part in parts for test in part.tests]
     tests_of: dict[str, list[Result]] = {entry: [] for row in rows for entry in row}
@@ -242,12 +242,12 @@ def summary(parts: Sequence[Part], rows: Sequence[tuple[str, ...]]) -> str:
 
     Args:
         parts: Results of the runs.
-        rows: The frameworks and launchers in each row of README's table.
+        rows: The frameworks and launchers in each row of run.md's table.
     """
     entries = table(parts, rows)  # the test state of each framework and launcher
     tests = [test for part in parts for test in part.tests]
     name_width = max(len(entry.name) for entry in entries)
-    lines = ["", 'README\'s table "your job":']
+    lines = ["", 'run.md\'s table "your job":']
     for entry in entries:
         head = f"  {entry.name:{name_width}}  {entry.state:14}  "
         lines += textwrap.wrap(
@@ -300,7 +300,7 @@ def _describe_part(part: Part) -> str:
 
 
 def main(files: Sequence[str]) -> None:
-    rows = readme_rows((ROOT / "README.md").read_text())
+    rows = readme_rows((ROOT / "docs/run.md").read_text())
     print(summary([read_part(Path(file)) for file in files], rows))
 
 

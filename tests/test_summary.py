@@ -1,6 +1,6 @@
 """Tests tests/summary.py, which prints which supported frameworks several runs of pytest have tested.
 
-README's table "your job" lists the frameworks and launchers, its entries. A test with the mark row(NAME)
+run.md's table "your job" lists the frameworks and launchers, its entries. A test with the mark row(NAME)
 tests the entry NAME. The summary reads marks and outcomes from the JUnit XML of the runs.
 """
 
@@ -12,8 +12,8 @@ import pytest
 import summary
 from summary import Outcome, Part, Result, entries_of, read_part, readme_rows, table
 
-#: The entries in each row of README's table.
-README = readme_rows((summary.ROOT / "README.md").read_text())
+#: The entries in each row of run.md's table.
+README = readme_rows((summary.ROOT / "docs/run.md").read_text())
 #: The entries in each row of a table for TESTS.
 ROWS = [("torchrun", "srun"), ("Megatron-LM's pretrain_gpt.py",), ("DDP", "torch's pipelining")]
 #: A file of tests: one for each state that the summary may print.
@@ -180,7 +180,7 @@ sys.exit(pytest.main([*options, *sys.argv[1:]], plugins=[Marks()]))
 
 
 def test_each_entry_of_readmes_table_has_a_test():
-    """Each framework and launcher in README's table "your job" has a test with its mark row(NAME)."""
+    """Each framework and launcher in run.md's table "your job" has a test with its mark row(NAME)."""
     root = summary.ROOT
     files = [
         *root.glob("tests/patches/torch/test_*.py"),

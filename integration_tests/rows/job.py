@@ -1,6 +1,6 @@
 """Runs training jobs on emulated clusters, each with and without holmes, for the tests to compare.
 
-README's table "your job" lists the frameworks and launchers that holmes (the torch plugin of this
+run.md's table "your job" lists the frameworks and launchers that holmes (the torch plugin of this
 repository) supports, and says what to add to a job's command, usually `--holmes`. This module has:
 
     Job      a job for one entry of the table, such as "DDP"
@@ -84,10 +84,10 @@ class Group:
 class Job:
     """A training job that the tests run twice: with and without holmes, the torch plugin under test.
 
-    README lists the frameworks and launchers that holmes supports. Each has at least one such job.
+    run.md lists the frameworks and launchers that holmes supports. Each has at least one such job.
     """
 
-    entry: str  # of README's table, as summary.readme_rows returns it
+    entry: str  # of run.md's table, as summary.readme_rows returns it
     command: Callable[[Path], Command]  # returns the command of stock, given a folder to write to
     groups: frozenset[Group]  # the report must list them
     #: None: no test saves or resumes this job. With launchers, the frameworks' rows test that.

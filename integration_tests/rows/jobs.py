@@ -1,6 +1,6 @@
 """Lists the training jobs that the tests run with and without holmes, this repository's torch plugin.
 
-README's table "your job" names the launchers and frameworks that holmes supports, and says what to add
+run.md's table "your job" names the launchers and frameworks that holmes supports, and says what to add
 to a job's command, usually the flag `--holmes`. JOBS has at least one job for each of them.
 
 Every job runs on two clusters of nodes, one with InfiniBand and one with RoCE, joined by Ethernet.
@@ -125,7 +125,7 @@ def loop_job(entry: str, **fields) -> Job:
     The script trains in a plain loop with an all-reduce over all ranks, which holmes does not change.
 
     Args:
-        entry: What starts the processes, as README's table of supported jobs calls it ("srun").
+        entry: What starts the processes, as run.md's table of supported jobs calls it ("srun").
         fields: More fields of the Job, such as the launcher.
     """
     return Job(
@@ -316,7 +316,7 @@ def zero_job(stage: int) -> Job:
     """
     has_hierarchical = stage < 3
     return Job(
-        entry="DeepSpeed's ZeRO 0 to 3",  # of README's table of supported jobs
+        entry="DeepSpeed's ZeRO 0 to 3",  # of run.md's table of supported jobs
         variant=f"ZeRO {stage}",
         command=script(
             ROOT / "integration_tests" / "gpu" / "zero.py",

@@ -1,6 +1,6 @@
 """Trains a job for each framework and launcher that holmes supports, and compares it with stock.
 
-Stock is the same job without holmes (the torch plugin of this repository). README's table "your job"
+Stock is the same job without holmes (the torch plugin of this repository). run.md's table "your job"
 lists the supported frameworks and launchers. All tests of a job share these launches:
 
     stock                trains steps 1 to 5 without holmes, and saves a checkpoint after step 3
@@ -28,7 +28,7 @@ CLUSTER_OF = {"a": "ib", "b": "roce"}
 TORCHRUN_JOB = next(job for job in JOBS if job.launcher == "torchrun")
 
 
-#: Entries of README's table that every run of the tests trains. These are the jobs with pipeline stages that
+#: Entries of run.md's table that every run of the tests trains. These are the jobs with pipeline stages that
 #: cross clusters, which is what holmes is for, and DDP as the simplest job.
 TRAINED_IN_EACH_RUN = {
     "Megatron-LM's pretrain_gpt.py",
@@ -52,7 +52,7 @@ def marks_of_job(job):
     return [full(turn=turn, share=3)]
 
 
-#: Entries of README's table with checkpoints that every run of the tests exchanges. These are the jobs with
+#: Entries of run.md's table with checkpoints that every run of the tests exchanges. These are the jobs with
 #: pipeline stages, which holmes changes, and DDP as the simplest job. `make nightly` exchanges the
 #: checkpoints of all jobs.
 EXCHANGED = {"DeepSpeed's pipeline engine", "megatron-core", "DDP"}
@@ -88,7 +88,7 @@ def for_each(jobs, marks_of=lambda job: []):
     """
     parameters = []
     for job in jobs:
-        # The mark names the job's row in README's table. tests/summary.py prints the results by row.
+        # The mark names the job's row in run.md's table. tests/summary.py prints the results by row.
         marks = [pytest.mark.row(job.entry), pytest.mark.timeout(JOB_TIMEOUT_S)]
         marks += marks_of_job(job) + marks_of(job)
         parameters.append(pytest.param(job, id=job.name, marks=marks))
@@ -220,7 +220,7 @@ def test_the_report_names_ranks_groups_and_stages(runs):
 
 
 def test_jobs_are_those_of_readmes_table():
-    """README's table "your job" has the same entries (frameworks and launchers) as JOBS."""
-    rows = readme_rows((ROOT / "README.md").read_text())
+    """run.md's table "your job" has the same entries (frameworks and launchers) as JOBS."""
+    rows = readme_rows((ROOT / "docs/run.md").read_text())
     entries = {entry for row in rows for entry in row}
     assert {job.entry for job in JOBS} == entries

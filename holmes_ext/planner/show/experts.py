@@ -30,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the placement of experts."""
     title = "which expert lives on which rank (needs scipy and the parallel sizes)"
     add = parser.add_argument_group(title).add_argument
-    add("--experts", metavar="FILE", help="place experts by their traffic: JSON, see docs/plan.md")
+    add(
+        "--experts",
+        metavar="FILE",
+        help="place experts by their traffic: JSON, see docs/experts.md",
+    )
     add(
         "--experts-output",
         metavar="FILE",

@@ -201,5 +201,5 @@ def test_the_example_dashboard_asks_for_metrics_that_there_are():
     asked = [target["expr"] for panel in document["panels"] for target in panel.get("targets", ())]
     used = set(re.findall(r"holmes_\w+", " ".join(asked)))
     assert len(asked) > 8 and used <= set(FAMILIES)
-    shown = " ".join((ROOT / "docs/metrics.md").read_text().split())
+    shown = " ".join((ROOT / "docs/step.md").read_text().split())
     assert all(f"| `{name}` |" in shown for name in FAMILIES)
