@@ -59,6 +59,10 @@ KEPT = {
     ): "a program: integration_tests/rows/megatron_core_call.py calls the function",
     ("docs/how.md", "cluster  ->  plan"): "a picture",
     (
+        "docs/check.md",
+        "who runs where",
+    ): "what a checked job prints: integration_tests/commands/test_check.py reads such a report",
+    (
         "docs/how.md",
         "holmes_ext/cluster     what there is",
     ): "folders: tests/test_docs.py looks for each",

@@ -33,7 +33,7 @@ class PlacedNodes(NamedTuple):
     layers: str  # "0-11"; "" if the model is not known
 
 
-class GroupNetwork(NamedTuple):
+class GroupsOnNetwork(NamedTuple):
     """Process groups of one kind that use the same network."""
 
     kind: str  # "data", "pipeline", ..., "world"
@@ -58,7 +58,7 @@ class Findings:
     site: Site
     sizes: Sizes | None  # None if neither flags nor options give them
     placed: tuple[PlacedNodes, ...]
-    networks: tuple[GroupNetwork, ...]
+    networks: tuple[GroupsOnNetwork, ...]
     rates: tuple[NetworkRate, ...]
     problems: tuple[str, ...]  # one line each
 
@@ -142,7 +142,7 @@ def _range_text(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _group_networks(plan: Plan) -> Iterable[GroupNetwork]:
+def _group_networks(plan: Plan) -> Iterable[GroupsOnNetwork]:
     """Yield the networks of all planned groups with two or more ranks, and the number of groups on each.
 
     Without parallel sizes, the groups of the program are not known. Then the groups of all ranks of
@@ -158,7 +158,7 @@ def _group_networks(plan: Plan) -> Iterable[GroupNetwork]:
             nccl, gloo = (_network(plan, ranks, network_api) for network_api in NETWORK_APIS)
             counts[kind, nccl, gloo] += 1
     for (kind, nccl, gloo), count in counts.items():
-        yield GroupNetwork(kind, count, nccl, gloo)
+        yield GroupsOnNetwork(kind, count, nccl, gloo)
 
 
 def _network(plan: Plan, ranks: tuple[int, ...], network_api: str) -> str:

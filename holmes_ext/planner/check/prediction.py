@@ -32,6 +32,8 @@ from holmes_ext.planner.simulate.deadline import TimeIsOver
 if TYPE_CHECKING:
     from holmes_ext.runtime.session import Session
 
+#: Name of the cluster file in the arguments of `holmes plan` if the job has none.
+_NO_CLUSTER_FILE = "cluster.toml"
 #: Time limit of the search for a better layout, in seconds.
 SEARCH_S = 8.0
 _MODEL_IS_MISSING = (
@@ -99,7 +101,7 @@ def _plan_arguments(current: Session, words: Sequence[str]) -> argparse.Namespac
     """Return the arguments of `holmes plan` that describe the job."""
     parser = argparse.ArgumentParser()
     plan_command.add_parser(parser.add_subparsers())
-    options = ["--cluster", current.options.cluster or "cluster.toml"]
+    options = ["--cluster", current.options.cluster or _NO_CLUSTER_FILE]
     if current.options.model:
         options += ["--model", current.options.model]
     return parser.parse_args(["plan", *options, "--", *words])
@@ -166,14 +168,21 @@ def _better_layout(
     best = result.best
     if best.step_s >= layout.best.step_s * (1 - EQUAL):
         return None
-    changes: list[str] = []
-    for framework, lines in start.launch_lines(
-        start.launches_of(result, args, job, plan="")
-    ).items():
-        changes += [f"{framework}: {line}" for line in lines]
     return BetterLayout(
         sizes=sizes_text(best.shape),
         layers=split_text(best.split),
         step_s=best.step_s,
-        changes=tuple(changes),
+        changes=tuple(_changes(result, args, job)),
     )
+
+
+def _changes(result: SearchResult, args: argparse.Namespace, job: Training) -> list[str]:
+    """Return what to change in the command line for the best plan; [] if the framework is not known."""
+    launches = start.launches_of(result, args, job, plan="")
+    if len(launches) > 1:  # one for each framework, because the command does not show which it is
+        return []
+    (changes,) = start.launch_lines(launches).values()
+    if not job.options.cluster:
+        flag = f" --holmes-cluster {_NO_CLUSTER_FILE}"
+        changes = [change.replace(flag, "") for change in changes]
+    return changes

@@ -9,7 +9,7 @@ import pytest
 from holmes_ext import _pth, extensions
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import flag, parse_flags
-from holmes_ext.planner.check.findings import Findings, GroupNetwork, NetworkRate, PlacedNodes
+from holmes_ext.planner.check.findings import Findings, GroupsOnNetwork, NetworkRate, PlacedNodes
 from holmes_ext.planner.check.prediction import BetterLayout, Prediction
 from holmes_ext.planner.check.report import document, show
 
@@ -110,7 +110,7 @@ FINDINGS = Findings(
     site=_Site(),
     sizes=None,
     placed=(PlacedNodes("0-7", "a0", "a", "0", "0-3"),),
-    networks=(GroupNetwork("data", 4, "a", "ethernet"),),
+    networks=(GroupsOnNetwork("data", 4, "a", "ethernet"),),
     rates=(NetworkRate("a - b", "link", 0, 0.02),),
     problems=("node a0, a: mlx5_0:1 is DOWN; ethernet is used instead",),
 )
