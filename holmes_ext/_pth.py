@@ -86,6 +86,9 @@ _EVENTS = {
     "cpython.run_stdin": "stdin",
 }
 
+#: Flags of holmes that take a value only after "=". This module imports nothing, so it repeats their names.
+FLAGS_WITHOUT_VALUE = ("--holmes-check",)
+
 _started = False
 
 
@@ -168,7 +171,8 @@ def is_flag(argument):
 
 def takes_value(argument):
     """Return whether the value of a flag of holmes is the next argument, not part of the flag (=VALUE)."""
-    return argument.startswith("--holmes-") and "=" not in argument
+    is_option = argument.startswith("--holmes-") and argument not in FLAGS_WITHOUT_VALUE
+    return is_option and "=" not in argument
 
 
 def is_launcher(kind, program):

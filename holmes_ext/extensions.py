@@ -54,6 +54,7 @@ POINTS = {
 HOOKS = {
     "on_options": "the flags were read, before the ranks meet: on_options(options) -> lines for the user",
     "on_start": "the ranks have agreed on a plan: on_start(session) -> lines for the user",
+    "on_ready": "the start line was printed, and the program is about to begin: on_ready(session)",
     "on_step": "a training step of a pipeline begins: see holmes_ext.runtime.hooks.on_step",
     "on_reduction": "gradients are about to be reduced: see holmes_ext.runtime.hooks.on_reduction",
     "on_checkpoint": "a checkpoint is complete, and this rank has written its part: on_checkpoint()",
@@ -69,6 +70,8 @@ class Option:
     help: str
     default: str = ""
     choices: tuple[str, ...] = ()  # the only values allowed; () for any text
+    #: Value of the flag without "=VALUE"; "" if the next argument is the value.
+    bare_value: str = ""
     #: Returns the end of the error message for a value that is not allowed, or "". Not called for the
     #: default value.
     check: Callable[[str], str] = lambda value: ""
@@ -190,6 +193,12 @@ def load(reference: str) -> Any:
 def options() -> dict[str, Option]:
     """Return the options of all extensions: name -> option."""
     return {option.name: option for extension in found().extensions for option in extension.options}
+
+
+def bare_value(name: str) -> str:
+    """Return the value of an option whose flag stands alone; "" if its flag needs a value."""
+    option = options().get(name)
+    return option.bare_value if option else ""
 
 
 def variables() -> dict[str, str]:

@@ -24,7 +24,7 @@ from holmes_ext.patches.traits import engine_of
 from holmes_ext.plan import maker
 from holmes_ext.plan.maker import PlanRequest
 from holmes_ext.plan.sizes import parse_sizes
-from holmes_ext.runtime import session
+from holmes_ext.runtime import hooks, session
 from holmes_ext.runtime.start import launcher
 from holmes_ext.runtime.start.rank import start
 from holmes_ext.runtime.watch import failure, start_stop
@@ -269,3 +269,4 @@ def _start(
     if options.fsdp == "hybrid":
         atexit.register(extensions.load("holmes_ext.patches.torch.fsdp:tell_unused"), current)
     banner.show(current, lines + start_stop.start(current, metrics))
+    hooks.on_ready(current)

@@ -462,8 +462,9 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
             flags = [known_flag.removeprefix(f"{PREFIX}-") for known_flag in by_flag]
             suggestion = did_you_mean(name.removeprefix(f"{PREFIX}-"), flags, flag)
             raise HolmesError(f"{name} is not a flag of holmes; {suggestion}")
-        if not equals:  # the next argument is the value
-            value = next(items, "--")  # "--" at the end of `argv`, as if another flag followed
+        if not equals:  # the next argument is the value, unless the flag can stand alone
+            # "--" at the end of `argv`, as if another flag followed
+            value = extensions.bare_value(option) or next(items, "--")
             if value.startswith("--"):
                 raise HolmesError(f"{name} needs a value: {help_of(option)}")
         values[option] = value

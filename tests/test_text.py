@@ -24,11 +24,6 @@ KEPT = {
     ("docs/start.md", "A GPT (6.15 M parameters"): "what make demo prints: two minutes in the lab",
     ("docs/start.md", "run          step, s"): "the same",
     ("docs/start.md", "Step times are emulated"): "the same",
-    ("README.md", "pip install ."): "--holmes-check is on a branch of its own",
-    (
-        "docs/first_run.md",
-        "torchrun ... train.py <your arguments> --holmes-check",
-    ): "the same",
     ("docs/first_run.md", "for turn in 1 2 3; do"): "a loop of the shell",
     ("docs/joined_network.md", "--holmes-join-ports"): "flags, each with what it means",
     ("docs/joined_network.md", "--holmes-join-certificate"): "the same, and commands",
@@ -65,6 +60,10 @@ KEPT = {
         "from holmes_ext import initialize_model_parallel",
     ): "a program: integration_tests/rows/megatron_core_call.py calls the function",
     ("docs/how.md", "cluster  ->  plan"): "a picture",
+    (
+        "docs/check.md",
+        "who runs where",
+    ): "what a checked job prints: integration_tests/commands/test_check.py reads such a report",
     ("docs/numbers.md", '{"machine": ...'): "a form: benchmarks/harness.py writes it",
 }
 #: Programs of others in commands, whose own options nobody here knows.

@@ -46,6 +46,12 @@ def on_start(current: Session) -> list[str]:
     return [line for function in _functions["on_start"] for line in function(current)]
 
 
+def on_ready(current: Session) -> None:
+    """Call the on_ready functions of extensions; one of them may end the program."""
+    for function in list(_functions["on_ready"]):
+        function(current)
+
+
 def on_step(
     current: Session,
     sizes: Sizes,

@@ -388,7 +388,8 @@ def run_script(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
         sys.path[0] = os.getcwd() if as_module else str(Path(arguments[0]).resolve().parent)
     if trace.VARIABLE in env:  # a folder for traces: when this rank computes and communicates
         trace.install(env[trace.VARIABLE])
-    if "--holmes" in sys.argv or env.get("HOLMES") == "1":
+    has_flag = any(word.startswith("--holmes") for word in sys.argv)
+    if has_flag or env.get("HOLMES") == "1":
         from holmes_ext.job import activate
 
         activate(sys.argv)

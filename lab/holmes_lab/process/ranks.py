@@ -102,7 +102,10 @@ def asks_for_holmes(command: Sequence[str], env: Mapping[str, str]) -> bool:
         return True
     words = " ".join(command).split()
     names = {"--holmes", "holmes", "holmes_ext", "holmes_ext.cli.main"}
-    return any(word in names or word.endswith("/bin/holmes") for word in words)
+    return any(
+        word in names or word.endswith("/bin/holmes") or word.startswith("--holmes-")
+        for word in words
+    )
 
 
 def rank_environment(

@@ -1,0 +1,1 @@
+"""--holmes-check: prints what a job would do and gain, and ends it before its first step."""
