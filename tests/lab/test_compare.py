@@ -143,5 +143,5 @@ def test_spans_too_short_to_be_seen_are_shares_of_the_time():
     half = pictures.PIECES // 2
     assert share["weights"][:half].mean() == pytest.approx(0.25, abs=0.02)
     assert share["weights"][:half].max() < 0.4, "no piece differs much from its neighbours"
-    both = share["forward"] + share["backward"]
+    both = share["weights"] + share["optimizer"]
     assert both[: half - 1].min() > 0.95 and both[half + 1 :].max() < 0.05
