@@ -184,8 +184,12 @@ def baseline(result: SearchResult) -> Baseline:
     It has the sizes of the user's layout if there is one, else of the best plan.
     """
     layout = result.user_layout
-    name = "your layout, stock" if layout else "stock, same sizes"
-    return Baseline(name, *stock_like(result, layout or result.best))
+    return Baseline(stock_name(result), *stock_like(result, layout or result.best))
+
+
+def stock_name(result: SearchResult) -> str:
+    """Return the name of baseline() in tables and pictures."""
+    return "your layout, stock" if result.user_layout else "stock, same sizes"
 
 
 def plan_name(result: SearchResult) -> str:
@@ -195,7 +199,7 @@ def plan_name(result: SearchResult) -> str:
 
 def plan_names(result: SearchResult) -> dict[str, str]:
     """Return the names of the plans of reasons() in tables and pictures."""
-    return {"holmes": plan_name(result), "yours": "your layout", "stock": baseline(result).name}
+    return {"holmes": plan_name(result), "yours": "your layout", "stock": stock_name(result)}
 
 
 def best_stock(result: SearchResult, end: float = inf) -> Candidate | None:
