@@ -11,7 +11,7 @@ from holmes_ext.join.pictures import Incarnation, losses_figure
 from holmes_ext.planner.html import chart, cut, pictures
 from holmes_ext.planner.html.between import _ticks
 from holmes_ext.planner.html.over_time import over_time_figure
-from holmes_ext.planner.html.plan_pictures import CAUSE_STYLES
+from holmes_ext.planner.html.plan_pictures import CAUSE_STYLES, painted
 from holmes_ext.report.figures import PlanRow
 
 
@@ -103,3 +103,11 @@ def test_a_chart_has_its_width_and_no_small_text(width):
     sizes = [float(size) for size in re.findall(r"([\d.]+)px", text)]
     assert sizes and min(sizes) >= 8.25  # points: 11 CSS pixels
     assert 96 * chart.NARROW <= 390 - 2 * 15  # a page's margins
+
+
+def test_one_cluster_has_no_picture_of_the_network_between_clusters():
+    def names(clusters):
+        site = SimpleNamespace(clusters=clusters)
+        return set(painted(SimpleNamespace(network=SimpleNamespace(site=site))))
+
+    assert names(["a", "b"]) - names(["a"]) == {"ethernet"}
