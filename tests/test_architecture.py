@@ -63,6 +63,7 @@ EXTENSIONS = {"planner": (), "adapt": (), "join": ("planner",), "lab": ("planner
 #: What other extensions may import of an extension.
 PUBLIC = {
     "planner": {
+        "holmes_ext.planner.html.chart",
         "holmes_ext.planner.html.page",
         "holmes_ext.planner.html.pictures",
         "holmes_ext.planner.search.changed",

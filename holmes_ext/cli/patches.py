@@ -34,9 +34,9 @@ COLUMNS = (
     Column("asked for by", wrap=16, drop=3),
     Column("target", wrap=18, drop=1),
     Column("supports", wrap=16, drop=2),
-    Column("installed"),
+    Column("installed", drop=4),
     Column("state"),
-    Column("why", wrap=24),
+    Column("why", wrap=16),
 )
 
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import Any
 
 from holmes_ext.join.estimate import RoundForecasts, over_every
-from holmes_ext.planner.html.page import heading, picture
-from holmes_ext.planner.html.pictures import CLUSTER_COLORS, KINDS, PAPER, pyplot, svg
+from holmes_ext.planner.html.chart import (
+    EXPOSED_ROUND,
+    INK,
+    JOB_COLORS,
+    LINE_STYLES,
+    MEDIUM,
+    PAPER,
+    ROUND,
+    SMALL,
+    WIDE,
+    fold,
+)
+from holmes_ext.planner.html.page import heading
+from holmes_ext.planner.html.pictures import chart, legend, pyplot
 from holmes_ext.report.figures import Summary
 from holmes_ext.report.files import Run
 
@@ -38,27 +50,36 @@ class Incarnation:
         return times[::-1]
 
 
-def worth_figure(rounds: RoundForecasts, tokens: int, spanning_job_tokens_per_s: float) -> Any:
+def worth_figure(
+    rounds: RoundForecasts,
+    tokens: int,
+    single_jobs: Mapping[str, float],
+    verdict: str,
+    width: float = WIDE,
+) -> Any:
     """Draw tokens/s of joined jobs over `every`, a line for each way to choose the other settings.
 
     The model is exchanged in `fragments`, each of them once in `every` inner steps, and its
     aggregate is applied `delay` inner steps after it was sent. Points are filled if training never
-    waits for a round. A dashed line shows one job across the clusters.
+    waits for a round. Horizontal lines show the alternatives: single jobs.
 
     Args:
         rounds: Forecasts for joined jobs.
         tokens: Tokens of a sample.
-        spanning_job_tokens_per_s: Tokens/s of one job that spans the clusters.
+        single_jobs: Name of a way to train with one job -> its tokens/s.
+        verdict: Title: which way to train is recommended.
+        width: Of the figure, in inches.
     """
     plt = pyplot()
-    figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    figure, axis = plt.subplots(figsize=(width, 4.8), layout="constrained")
     labelled = set()
-    for colour, (name, settings) in zip(CLUSTER_COLORS, over_every(rounds).items()):
+    lines = over_every(rounds).items()
+    for (style, marker), (name, settings) in zip(cycle(LINE_STYLES), lines):
         every = [setting.every for setting in settings]
         rates = [setting.samples_per_s * tokens for setting in settings]
-        axis.plot(every, rates, "-", color=colour, lw=1.5, label=name)
-        fills = [PAPER if setting.exposed_s else colour for setting in settings]
-        axis.scatter(every, rates, s=30, c=fills, edgecolors=colour, zorder=3)
+        axis.plot(every, rates, style, marker=marker, color=INK, lw=1.2, mfc=PAPER, label=name)
+        fills = [PAPER if setting.exposed_s else INK for setting in settings]
+        axis.scatter(every, rates, s=36, c=fills, edgecolors=INK, marker=marker, zorder=3)
         points_without_waiting = [
             (setting.every, rate) for setting, rate in zip(settings, rates) if not setting.exposed_s
         ]
@@ -71,86 +92,81 @@ def worth_figure(rounds: RoundForecasts, tokens: int, spanning_job_tokens_per_s:
                 least_every,
                 xytext=(0, offset),
                 textcoords="offset points",
-                fontsize=8,
+                fontsize=SMALL,
                 ha="center",
-                color=colour,
+                color=INK,
             )
-    axis.axhline(
-        spanning_job_tokens_per_s,
-        color=KINDS["across"][0],
-        lw=1.5,
-        ls="--",
-        label="one job that crosses, the best plan",
-    )
+    for (name, tokens_per_s), dashes in zip(single_jobs.items(), ("--", ":")):
+        axis.axhline(tokens_per_s, color=INK, lw=2.5, alpha=0.5, ls=dashes, label=name)
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
     axis.set_ylim(bottom=0, top=axis.get_ylim()[1] * 1.08)
     axis.yaxis.set_major_formatter("{x:,.0f}")
-    axis.set_xlabel(
-        "every, in steps: how often each fragment is exchanged (filled: nothing is exposed)"
-    )
+    label = "every, in steps: how often each fragment is exchanged (filled: nothing is exposed)"
+    axis.set_xlabel(fold(label, width - 0.8))
+    axis.set_title(fold(verdict, width - 0.8), loc="left", fontsize=MEDIUM)
     axis.set_ylabel("tokens/s of all jobs, predicted")
     axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=8)
+    legend(figure, axis.get_legend_handles_labels()[0], width)
     return figure
 
 
-def losses_figure(lives: Sequence[Incarnation]) -> Any:
+def losses_figure(lives: Sequence[Incarnation], width: float = WIDE) -> Any:
     """Draw the losses of jobs over time, with a colour for each job and a cross where it was killed.
 
     Args:
         lives: Each start of each job, until its end.
     """
-    figure, axis = pyplot().subplots(figsize=(9, 4))
-    colours: dict[str, str] = {}  # by job; CLUSTER_COLORS is the palette of all pictures
+    figure, axis = pyplot().subplots(figsize=(width, 4), layout="constrained")
+    colours: dict[str, str] = {}  # by job
     for life in lives:
         label = None if life.job in colours else life.job  # each job once in the legend
-        colour = colours.setdefault(life.job, CLUSTER_COLORS[len(colours)])
+        colour = colours.setdefault(life.job, JOB_COLORS[len(colours) % len(JOB_COLORS)])
         # ends: time at which each step ended, in seconds from the first job's start.
         axis.plot(life.ends, life.losses, color=colour, lw=1.2, label=label)
-        if life.killed:  # a cross at the last step
-            axis.plot(
-                life.ends[-1:],
-                life.losses[-1:],
-                "x",
-                color=colour,
-                ms=10,
-                mew=2.5,
-                label=f"{life.job} is killed",
+        if life.killed:  # a line over the whole height with a name: no other line hides it
+            axis.axvline(life.end, color=INK, lw=1.5, ls=":", zorder=4)
+            axis.plot(life.ends[-1:], life.losses[-1:], "x", color=INK, ms=10, mew=2.5, zorder=5)
+            axis.annotate(
+                f"{life.job} is killed",
+                (life.end, 1),
+                xycoords=("data", "axes fraction"),
+                xytext=(4, -4),
+                textcoords="offset points",
+                va="top",
+                fontsize=SMALL,
+                bbox={"fc": PAPER, "ec": "none", "pad": 1},
+                zorder=5,
             )
     axis.set_xlabel("seconds")
     axis.set_ylabel("loss")
-    axis.legend(frameon=False)
     axis.grid(alpha=0.3)
-    figure.tight_layout()
+    legend(figure, axis.get_legend_handles_labels()[0], width)
     return figure
 
 
-def rounds_figure(run: Run) -> Any:
+def rounds_figure(run: Run, width: float = WIDE) -> Any:
     """Draw the rounds of a job: their durations, the time that training waited, and the drift.
 
     Durations and waits are those of the slowest rank. The drift is the distance of this job's
     pseudo-gradient from the aggregate of all jobs, divided by the aggregate's norm. Rounds that
     were not committed are labelled with their verdict.
     """
-    # The colours that other pages use for traffic inside a cluster and across clusters, and for
-    # forward work.
-    inside_colour = KINDS["inside"][0]
-    across_colour = KINDS["across"][0]
-    forward_colour = KINDS["forward"][0]
     numbers = list(run.rounds)
     reports_of_rounds = list(run.rounds.values())  # of each round: the reports of the ranks
-    figure, (above, below) = pyplot().subplots(2, figsize=(9, 4.5), sharex=True)
+    figure, (above, below) = pyplot().subplots(
+        2, figsize=(width, 5), sharex=True, layout="constrained"
+    )
     above.bar(
         numbers,
         [max(report["seconds"] for report in reports) for reports in reports_of_rounds],
-        color=inside_colour,
+        color=ROUND,
         label="under way",
     )
     above.bar(
         numbers,
         [max(report["exposed"] for report in reports) for reports in reports_of_rounds],
-        color=across_colour,
+        color=EXPOSED_ROUND,
         label="of that, training waited",
     )
     numbers_with_drift = []
@@ -164,18 +180,17 @@ def rounds_figure(run: Run) -> Any:
                 rotation=90,
                 va="bottom",
                 ha="center",
-                fontsize=7,
+                fontsize=SMALL,
             )
         if isinstance(first_rank.get("drift"), (int, float)):
             numbers_with_drift.append(number)
             drifts.append(first_rank["drift"])
     above.set_ylabel("seconds")
-    above.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
-    below.plot(numbers_with_drift, drifts, ".-", color=forward_colour)
+    legend(figure, above.get_legend_handles_labels()[0], width)
+    below.plot(numbers_with_drift, drifts, ".-", color=INK)
     below.set_ylabel("drift, of the sum")  # as a share of the norm of the aggregate ("sum")
     below.set_ylim(bottom=0)
     below.set_xlabel("round")
-    figure.tight_layout()
     return figure
 
 
@@ -185,5 +200,5 @@ def report_sections(run: Run, summary: Summary) -> list[str]:
         return []
     return [
         heading("Rounds with other jobs"),
-        picture(svg(rounds_figure(run)), "rounds with other jobs"),
+        chart(lambda width: rounds_figure(run, width), "rounds with other jobs"),
     ]

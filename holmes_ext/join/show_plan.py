@@ -22,8 +22,9 @@ from holmes_ext.join import estimate as joined
 from holmes_ext.join.pictures import worth_figure
 from holmes_ext.join.priced_jobs import price_jobs
 from holmes_ext.join.simulated_rounds import JoinedJob
-from holmes_ext.planner.html.page import heading, paragraphs, picture, table
-from holmes_ext.planner.html.pictures import svg
+from holmes_ext.planner.html.chart import WIDE
+from holmes_ext.planner.html.page import heading, paragraphs, table
+from holmes_ext.planner.html.pictures import chart
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.words import counted
 
@@ -323,9 +324,26 @@ class JoinedForecast:
             rows.append([name, f"{choice.tokens_per_second:,.0f}", choice.loss])
         return rows
 
-    def figure(self) -> Any:
+    def figure(self, width: float = WIDE) -> Any:
         """Return a matplotlib figure of tokens/s over `every`, in inner steps."""
-        return worth_figure(self.rounds, self.tokens, self.spanning_job_tokens_per_s)
+        choices = self.choices()
+        single_jobs = {
+            choice.name: choice.tokens_per_second
+            for choice in choices
+            if "--holmes-join" not in choice.flags
+        }
+        return worth_figure(self.rounds, self.tokens, single_jobs, self.verdict(), width)
+
+    def verdict(self) -> str:
+        """Return the recommended way to train, and whether the loss of joined jobs was measured."""
+        if self.unfinished_searches():
+            return "no recommendation: a search was not finished"
+        measured = [choice for choice in self.choices() if choice.loss != NOT_MEASURED]
+        best = max(measured, key=lambda choice: choice.tokens_per_second)
+        text = f"recommended: {best.name}"
+        if len(self.rounds.jobs) not in _LOSS_OF_JOINED:
+            text += f"; the loss of {len(self.rounds.jobs)} joined jobs was not measured"
+        return text
 
     def job_step_times(self) -> str:
         """Return the jobs, their step times and their samples in one line."""
@@ -366,7 +384,7 @@ class JoinedForecast:
             heading("Joined jobs in its place, one in each cluster"),
             table([column.name for column in CHOICES], self.choice_rows()),
             paragraphs([*self.advice(), self.job_step_times() + "."]),
-            picture(svg(self.figure()), "tokens/s over every"),
+            chart(self.figure, "tokens/s over every"),
             table([column.name for column in COLUMNS], self.rows()),
             paragraphs([LEGEND, self.least_every_sentence() + "."]),
         ]

@@ -128,20 +128,20 @@ def test_a_smaller_picture_shows_the_same():
 
 
 def test_spans_too_short_to_be_seen_are_shares_of_the_time():
-    """A thousand passes, a quarter of each forward and the rest backward, then nothing for as long."""
+    """A thousand passes, a quarter of each weights and the rest optimizer, then nothing for as long."""
     spans = [
         one
         for number in range(1000)
-        for one in (("forward", number, number + 0.25), ("backward", number + 0.25, number + 1))
+        for one in (("weights", number, number + 0.25), ("optimizer", number + 0.25, number + 1))
     ]
     (axis,) = pictures.timeline({"x": ([("stage 0", spans)], 2000.0)}, "seconds").axes
     (image,) = (one.get_array() for one in axis.images)
     share = {
         kind: (image == to_rgba(pictures.KINDS[kind][0])).all(axis=2).mean(axis=0)
-        for kind in ("forward", "backward")
+        for kind in ("weights", "optimizer")
     }
     half = pictures.PIECES // 2
-    assert share["forward"][:half].mean() == pytest.approx(0.25, abs=0.02)
-    assert share["forward"][:half].max() < 0.4, "no piece differs much from its neighbours"
-    both = share["forward"] + share["backward"]
+    assert share["weights"][:half].mean() == pytest.approx(0.25, abs=0.02)
+    assert share["weights"][:half].max() < 0.4, "no piece differs much from its neighbours"
+    both = share["weights"] + share["optimizer"]
     assert both[: half - 1].min() > 0.95 and both[half + 1 :].max() < 0.05

@@ -179,7 +179,7 @@ def test_the_tables(tmp_path, capsys):
     )
     assert json.loads((tmp_path / "t.json").read_text())["otherData"]["step"] == 5
     page = (tmp_path / "t.html").read_text()
-    assert page.count("<svg") == 2 and "across, ethernet" in page
+    assert page.count("<svg") == 4 and "across, ethernet" in page
 
 
 def test_the_newest_of_several_runs(tmp_path, capsys):

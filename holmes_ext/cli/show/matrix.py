@@ -9,6 +9,9 @@ from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.site import Site
 from holmes_ext.units import format_rate, format_seconds
 
+#: Title of the table.
+WAN_TITLE = "between clusters, one way: what all traffic shares, latency"
+
 
 def show_wan(site: Site, notes: Sequence[str] = ()) -> None:
     """Print a table of the rate and latency from each cluster to each other one, and notes.
@@ -22,20 +25,19 @@ def show_wan(site: Site, notes: Sequence[str] = ()) -> None:
     """
     screen = Screen()
     if site.wan:
-        columns = [Column("cluster"), Column("uplink", right=True)]
-        # On a narrow terminal, the cells of these columns are wrapped to 8 characters. If that is
-        # not enough, columns are left out, the last cluster first (the largest `drop`).
-        for number, name in enumerate(site.clusters, start=1):
-            columns.append(Column(name, right=True, wrap=8, drop=number))
-        # A cell has the rate that all traffic from one cluster to the other shares, and the
-        # latency. The last argument is the title of the table.
-        screen.table(
-            columns,
-            [_row(site, source) for source in site.clusters],
-            "between clusters, one way: what all traffic shares, latency",
-        )
+        screen.table(*wan_table(site), WAN_TITLE)
     for note in notes:
         screen.line(f"note: {note}", "yellow")
+
+
+def wan_table(site: Site) -> tuple[list[Column], list[list[str]]]:
+    """Return the columns and the rows of the table: a cell has the rate that all traffic shares."""
+    columns = [Column("cluster"), Column("uplink", right=True)]
+    # On a narrow terminal, the cells of these columns are wrapped to 8 characters. If that is
+    # not enough, columns are left out, the last cluster first (the largest `drop`).
+    for number, name in enumerate(site.clusters, start=1):
+        columns.append(Column(name, right=True, wrap=8, drop=number))
+    return columns, [_row(site, source) for source in site.clusters]
 
 
 def _row(site: Site, source: str) -> list[str]:

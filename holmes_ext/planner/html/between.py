@@ -9,9 +9,21 @@ from typing import Any
 
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.site import Site
-from holmes_ext.planner.html.pictures import CLUSTER_COLORS, PAPER, pyplot
+from holmes_ext.planner.html.chart import (
+    CLUSTER_COLORS,
+    INK,
+    MEDIUM,
+    PAPER,
+    SMALL,
+    WAITING,
+    WIDE,
+    fold,
+    is_narrow,
+)
+from holmes_ext.planner.html.pictures import legend, pyplot
 from holmes_ext.planner.search.changed import StepTimes, with_ethernet, with_latency, with_site
 from holmes_ext.planner.search.result import SearchResult
+from holmes_ext.planner.search.stock import baseline, plan_name
 from holmes_ext.units import format_rate, format_seconds
 from holmes_ext.words import counted
 
@@ -19,27 +31,30 @@ from holmes_ext.words import counted
 FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)
 #: Latencies in the what-if picture: one way, of all links between clusters, in seconds.
 LATENCIES = (30e-6, 1e-3, 5e-3, 20e-3, 80e-3, 200e-3)
-_PLANNED, _STOCK = "#4c78a8", "#d62728"
 #: Fewest ticks of a logarithmic axis; with fewer, linear ticks are used.
 _MIN_TICKS = 3
+#: Factor from the data to the limits of the axis of seconds.
+_MARGIN = 1.12
 #: Most clusters on a flat figure: two are side by side, more are all around the circle.
 _MOST_FLAT = 2
-#: Most clusters with large texts.
-_MOST_LARGE = 4
+#: Most clusters with the rates at their links; with more, the rates would cover each other.
+_MOST_LABELLED = 4
 #: Half of the drawing's width. The circle has radius 1; the rest is space for the clusters' boxes.
 _HALF_WIDTH = 1.4
 
 
-def draw_clusters(result: SearchResult) -> Any:
+def draw_clusters(result: SearchResult, width: float = WIDE) -> Any:
     """Return a figure with the clusters on a circle, and a line with rate and latency for each pair.
 
-    Faster links have wider lines.
+    Faster links have wider lines. If the plan leaves out nodes, all clusters are shown, and the
+    number of nodes that it uses.
     """
     plt = pyplot()
-    site = result.network.measured
+    site = (result.on_all or result).network.measured
+    used = {node.name for node in result.network.site.nodes}
     names = site.clusters
     half_height = 0.6 if len(names) <= _MOST_FLAT else 1.25  # in the units of _HALF_WIDTH
-    width = min(7.0, 4 + 0.5 * len(names))  # of the figure, in inches
+    width = min(width, 4 + 0.5 * len(names))  # of the figure, in inches
     height = width * half_height / _HALF_WIDTH
     figure, axis = plt.subplots(figsize=(width, height), layout="constrained")
     position = {}  # cluster -> (x, y)
@@ -48,21 +63,28 @@ def draw_clusters(result: SearchResult) -> Any:
         position[name] = (-cos(angle), sin(angle))
     _draw_links(axis, site, position)
     for index, name in enumerate(names):
-        count = sum(node.cluster == name for node in site.nodes)
+        nodes = [node.name for node in site.nodes if node.cluster == name]
+        used_count = len(used.intersection(nodes))
+        text = f"{name}\n{counted(len(nodes), 'node')}"
+        color = CLUSTER_COLORS[index % len(CLUSTER_COLORS)]
+        if not used_count:
+            text += "\nleft out"
+            color = WAITING
+        elif used_count < len(nodes):
+            text = f"{name}\n{used_count} of {counted(len(nodes), 'node')}"
         uplink = site.wan.uplink_of.get(name)
-        text = f"{name}\n{counted(count, 'node')}" + (
-            f"\nuplink {format_rate(uplink)}" if uplink else ""
-        )
+        if uplink:
+            text += f"\nuplink\n{format_rate(uplink)}"
         x, y = position[name]
-        axis.scatter(x, y, s=2600, color=CLUSTER_COLORS[index % len(CLUSTER_COLORS)], zorder=2)
-        axis.text(x, y, text, ha="center", va="center", fontsize=8, color="#111111", zorder=3)
+        axis.scatter(x, y, s=2600, color=color, zorder=2)
+        axis.text(x, y, text, ha="center", va="center", fontsize=SMALL, color="#111111", zorder=3)
     nic_rate = format_rate(site.fabric_by_name[ETHERNET].rate_bps)
     counts = sorted({node.processes for node in site.nodes})  # GPUs of a node
     plural = "s" * (counts[-1] > 1)
     title = f"{' or '.join(map(str, counts))} GPU{plural} a node, {nic_rate} a NIC"
     if not site.wan:
         title += ": flat, only NICs limit it"
-    axis.set_title(title, loc="left", fontsize=10)
+    axis.set_title(fold(title, width), loc="left", fontsize=MEDIUM)
     axis.set(xlim=(-_HALF_WIDTH, _HALF_WIDTH), ylim=(-half_height, half_height), aspect="equal")
     axis.axis("off")
     return figure
@@ -76,7 +98,6 @@ def _draw_links(axis: Any, site: Site, position: Mapping[str, tuple[float, float
         site: Clusters and the links between them.
         position: Cluster -> (x, y).
     """
-    font_size = 8 if len(position) <= _MOST_LARGE else 6
     # Links and uplinks on the path between two clusters; the slowest one sets the rate.
     paths = {pair: site.wan.hops(*pair) for pair in combinations(position, 2)}
     rates_bps = {pair: min([hop.rate_bps for hop in hops] or [inf]) for pair, hops in paths.items()}
@@ -85,7 +106,7 @@ def _draw_links(axis: Any, site: Site, position: Mapping[str, tuple[float, float
         (x1, y1), (x2, y2) = (position[name] for name in pair)
         width = 5 * min(1.0, rates_bps[pair] / fastest_bps) + 0.3
         axis.plot((x1, x2), (y1, y2), color="#999999", lw=width, zorder=1, solid_capstyle="round")
-        if not hops:
+        if not hops or len(position) > _MOST_LABELLED:
             continue
         # Texts of links that cross in the middle must not cover each other.
         share = 0.38 + 0.24 * (number % 2)
@@ -97,51 +118,66 @@ def _draw_links(axis: Any, site: Site, position: Mapping[str, tuple[float, float
             f"{rate}\n{latency}",
             ha="center",
             va="center",
-            fontsize=font_size,
+            fontsize=SMALL,
             bbox={"boxstyle": "round", "fc": PAPER, "ec": "none", "pad": 0.1, "alpha": 0.8},
         )
 
 
-def draw_what_if(result: SearchResult) -> Any:
-    """Return a figure with the step time by the rate (left) and by the latency (right) between clusters.
+def draw_what_if(result: SearchResult, width: float = WIDE) -> Any:
+    """Return a figure with the step time by the rate and by the latency between two or more clusters.
 
-    It shows the best plan and the job without holmes ("stock") at equal sizes, simulated if the
-    plan is. If the site does not describe links between clusters (a WAN), the rate of a node's
-    Ethernet changes.
+    It shows the best plan and the job without holmes (stock.baseline), simulated if the plan is. If
+    the site does not describe links between clusters (a WAN), the rate of a node's Ethernet changes.
     """
     plt = pyplot()
     site = result.network.measured
     best = result.best
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
-    # Step times of the plan and of stock, for each factor on the rates and for each latency.
-    by_rate = [with_ethernet(result, best, factor) for factor in FACTORS]
-    by_latency = [with_site(result, best, with_latency(site, seconds)) for seconds in LATENCIES]
-
+    rows, columns = (2, 1) if is_narrow(width) else (1, 2)
+    figure, (by_rate_axis, by_latency_axis) = plt.subplots(
+        rows, columns, figsize=(width, 3.6 * rows), layout="constrained", sharey=True
+    )
+    by_rate, by_latency = result.remember("what if", best, lambda: _what_if(result))
     nic_rate = format_rate(result.network.site.fabric_by_name[ETHERNET].rate_bps)
     rates = "the rates of cluster.toml" if site.wan else f"the Ethernet of a node, {nic_rate}"
-    _curves(left, FACTORS, by_rate, f"times {rates}")
-    left.axvline(1, color="#999999", linestyle=":")
-    left.text(
-        1, 0.98, " now", va="top", fontsize=8, color="#808080", transform=left.get_xaxis_transform()
+    names = (plan_name(result), baseline(result).name)
+    _curves(by_rate_axis, FACTORS, by_rate, names)
+    by_rate_axis.set_xlabel(f"times {rates}")
+    by_rate_axis.axvline(1, color=INK, lw=0.8, linestyle=":")
+    by_rate_axis.text(
+        1, 0.98, " now", va="top", fontsize=SMALL, transform=by_rate_axis.get_xaxis_transform()
     )
-    left.set_xscale("log", base=2)
-    left.set_xticks(
+    by_rate_axis.set_xscale("log", base=2)
+    by_rate_axis.set_xticks(
         FACTORS, [f"{factor:g}" if factor >= 1 else f"1/{1 / factor:g}" for factor in FACTORS]
     )
-    _curves(right, LATENCIES, by_latency, "one way between clusters, all links")
-    right.set_xscale("log")
-    right.set_xticks(LATENCIES, [format_seconds(seconds) for seconds in LATENCIES], fontsize=8)
+    _curves(by_latency_axis, LATENCIES, by_latency, names)
+    by_latency_axis.set_xlabel("one way between clusters, all links")
+    by_latency_axis.set_xscale("log")
+    # Two lines a label: the neighbours 80 ms and 200 ms do not touch on a narrow chart.
+    labels = [format_seconds(seconds).replace(" ", "\n") for seconds in LATENCIES]
+    by_latency_axis.set_xticks(LATENCIES, labels)
     all_seconds = [seconds for times in (*by_rate, *by_latency) for seconds in times]
-    ticks = _ticks(plt, min(all_seconds), max(all_seconds))
-    left.set_yscale("log")
-    left.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    for axis in (left, right):
-        axis.minorticks_off()
+    low, high = min(all_seconds) / _MARGIN, max(all_seconds) * _MARGIN
+    ticks = _ticks(plt, low, high)
     origin = "simulated" if best.simulated_s else "closed form"
-    left.set_ylabel(f"predicted seconds of one step ({origin})")
-    left.set_title("What if the network between clusters were another?", loc="left", fontsize=10)
-    left.legend(frameon=False)
+    by_rate_axis.set_yscale("log")
+    for axis in (by_rate_axis, by_latency_axis):
+        axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_ylim(low, high)
+        axis.minorticks_off()
+        axis.set_ylabel(fold(f"predicted seconds of one step ({origin})", 2.6))
+    handles = by_rate_axis.get_legend_handles_labels()[0]
+    legend(figure, handles, width)
     return figure
+
+
+def _what_if(result: SearchResult) -> tuple[list[StepTimes], list[StepTimes]]:
+    """Return the step times of the plan and of stock for each of FACTORS, and for each of LATENCIES."""
+    best = result.best
+    site = result.network.measured
+    by_rate = [with_ethernet(result, best, factor) for factor in FACTORS]
+    by_latency = [with_site(result, best, with_latency(site, seconds)) for seconds in LATENCIES]
+    return by_rate, by_latency
 
 
 def _ticks(plt: Any, low: float, high: float) -> Sequence[float]:
@@ -150,14 +186,15 @@ def _ticks(plt: Any, low: float, high: float) -> Sequence[float]:
     ticks = [tick for tick in candidates if low <= tick <= high]
     if len(ticks) >= _MIN_TICKS:
         return ticks
+    # Linear ticks may lie outside the limits, and 0 has no place on a logarithmic axis.
     linear_ticks: Sequence[float] = plt.MaxNLocator(4).tick_values(low, high)
-    return linear_ticks
+    return [tick for tick in linear_ticks if max(low, 0.0) < tick <= high]
 
 
-def _curves(axis: Any, x: Sequence[float], steps: Sequence[StepTimes], label: str) -> None:
-    """Draw the step times of the plan and of the job without holmes over `x`."""
-    planned = [times.step_s for times in steps]
-    stock = [times.stock_s for times in steps]
-    axis.plot(x, stock, marker="o", color=_STOCK, label="stock, same sizes")
-    axis.plot(x, planned, marker="o", color=_PLANNED, label="this plan")
-    axis.set_xlabel(label)
+def _curves(
+    axis: Any, x: Sequence[float], steps: Sequence[StepTimes], names: tuple[str, str]
+) -> None:
+    """Draw the step times of the plan and of the job without holmes over `x`, with these names."""
+    plan, stock = names
+    axis.plot(x, [times.stock_s for times in steps], "s--", color=INK, mfc=PAPER, label=stock)
+    axis.plot(x, [times.step_s for times in steps], "o-", color=INK, label=plan)

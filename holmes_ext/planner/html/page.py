@@ -21,7 +21,8 @@ background:linear-gradient(90deg,var(--paper) 50%,transparent) 0 0/2em 100% no-r
 linear-gradient(270deg,var(--paper) 50%,transparent) 100% 0/2em 100% no-repeat local,
 linear-gradient(90deg,var(--edge),transparent) 0 0/.7em 100% no-repeat,
 linear-gradient(270deg,var(--edge),transparent) 100% 0/.7em 100% no-repeat}}
-.scroll svg{{display:block}}table{{border-collapse:collapse}}
+.scroll svg{{display:block}}.narrow{{display:none}}
+@media(max-width:960px){{.wide{{display:none}}.narrow{{display:block}}}}table{{border-collapse:collapse}}
 td,th{{padding:.3em .8em;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}}
 td.text,th.text,td:first-child,th:first-child{{text-align:left}}tr.strong td{{font-weight:bold}}
 pre{{background:var(--shade);padding:.6em;margin:.3em 0;user-select:all;white-space:pre-wrap;

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,44 +21,28 @@ from holmes_ext.document import load_json
 from holmes_ext.errors import HolmesError
 from holmes_ext.files import write_whole
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.planner.html.chart import (
+    INK,
+    KINDS,
+    MEDIUM,
+    NARROW,
+    PAPER,
+    SMALL,
+    WIDE,
+    fold,
+    is_narrow,
+    legend_columns,
+)
+from holmes_ext.planner.html.cut import END_MICRO_BATCHES, Cut, Row, cut_of
+from holmes_ext.planner.html.page import picture
 from holmes_ext.words import why
 
-#: Kind of span -> (color, label). Later kinds are drawn over earlier ones.
-KINDS = {
-    "send": ("#f2b134", "send"),
-    "receive": ("#fbe0a6", "waits to receive"),
-    "reduce": ("#d62728", "gradient reduction"),
-    "collective": ("#b07aa1", "other collectives"),
-    "inside": ("#f2b134", "network inside a cluster"),
-    "across": ("#d62728", "network between clusters"),
-    "optimizer": ("#7f7f7f", "optimizer"),
-    "forward": ("#4c78a8", "forward"),
-    "backward": ("#54a24b", "backward"),
-    "weights": ("#b7d7a8", "gradients of weights"),
-}
 FABRIC_COLORS = {name: kind.color for name, kind in nic.KINDS.items()}
-#: Colors of the clusters in the launcher's order; they repeat if there are more clusters.
-CLUSTER_COLORS = (
-    "#4c78a8",
-    "#e8a33d",
-    "#72b7b2",
-    "#b07aa1",
-    "#9c755f",
-    "#54a24b",
-    "#bab0ac",
-    "#d37295",
-)
-
-#: Colors of texts and lines, and of the background; a page replaces them by its own (svg).
-INK, PAPER = "#1f2328", "#fefefe"
 #: Most spans of a row that are drawn one by one; more are drawn as shares of the time. A row then
 #: has so many pieces, and each piece so many samples.
 MANY, PIECES, MOMENTS = 250, 300, 100
 #: Horizontal distance of cluster boxes.
 _BOX_DISTANCE = 3
-
-#: Row of a timeline: (name, [(kind of KINDS, start, end)]), in seconds from the step's start.
-Row = tuple[str, list[tuple[str, float, float]]]
 
 
 def pyplot(what: str = "pictures need") -> Any:
@@ -80,7 +65,20 @@ def pyplot(what: str = "pictures need") -> Any:
 
     for name in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"):
         plt.rcParams[name] = INK
+    plt.rcParams["xtick.labelsize"] = plt.rcParams["ytick.labelsize"] = SMALL
     return plt
+
+
+def chart(paint: Callable[[float], Any], alt: str) -> str:
+    """Return a chart as a part of a page, in two widths: the page shows the one that fits the screen.
+
+    Args:
+        paint: Returns the figure for a width in inches.
+        alt: Text for screen readers.
+    """
+    wide = picture(svg(paint(WIDE)), alt)
+    narrow = picture(svg(paint(NARROW)), alt)
+    return f"<div class=wide>{wide}</div><div class=narrow>{narrow}</div>"
 
 
 def svg(figure: Any) -> str:
@@ -155,11 +153,13 @@ def write(figure: Any, path: str | Path, advice: str) -> Path:
 
 def name_rows(axis: Any, names: Sequence[str]) -> None:
     """Label the rows of a chart, the first at the top."""
-    axis.set_yticks(range(len(names)), names, fontsize=7)
+    axis.set_yticks(range(len(names)), names, fontsize=SMALL)
     axis.invert_yaxis()
 
 
-def placement_figure(panels: Sequence[tuple[str, Site, Sequence[str], bool]], sizes: Sizes) -> Any:
+def placement_figure(
+    panels: Sequence[tuple[str, Site, Sequence[str], bool]], sizes: Sizes, width: float = WIDE
+) -> Any:
     """Return a figure of placements, with a panel for each.
 
     Nodes are in the boxes of their clusters, with their ranks. Lines are data parallel groups
@@ -169,20 +169,36 @@ def placement_figure(panels: Sequence[tuple[str, Site, Sequence[str], bool]], si
         panels: (title, site, nodes in rank order, True if each group communicates over its fastest
             common network; False if all use Ethernet).
         sizes: Parallel sizes.
+        width: Of the figure, in inches.
     """
     plt = pyplot()
-    figure, axes = plt.subplots(1, len(panels), figsize=(3.8 * len(panels), 3.6), squeeze=False)
-    for axis, (title, site, nodes, chooses) in zip(axes[0], panels):
-        axis.set_title(title, fontsize=10)
+    columns = 1 if is_narrow(width) else len(panels)
+    rows = ceil(len(panels) / columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(width, 3.0 * rows + 0.9), squeeze=False, layout="constrained"
+    )
+    used = {ETHERNET}  # kinds of networks in the picture
+    for axis, (title, site, nodes, chooses) in zip(axes.flat, panels):
+        axis.set_title(title, fontsize=MEDIUM)
         _placement_panel(axis, site, nodes, chooses, sizes)
+        used |= {site.fabric_by_name[name].kind for node in site.nodes for name in node.fabrics}
     handles = [
-        plt.Line2D([], [], color=color, lw=3, label=kind) for kind, color in FABRIC_COLORS.items()
+        plt.Line2D([], [], color=color, lw=3, label=kind)
+        for kind, color in FABRIC_COLORS.items()
+        if kind in used
     ]
     handles += [plt.Line2D([], [], color=INK, lw=4, label="data-parallel group (gradients)")]
     handles += [plt.Line2D([], [], color=INK, lw=1.2, ls="--", label="stage link (activations)")]
-    figure.legend(handles=handles, loc="lower left", ncols=5, frameon=False, fontsize=8)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    legend(figure, handles, width)
     return figure
+
+
+def legend(figure: Any, handles: Sequence[Any], width: float) -> None:
+    """Add a legend below a figure of `width` inches."""
+    columns = legend_columns([handle.get_label() for handle in handles], width)
+    figure.legend(
+        handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=SMALL
+    )
 
 
 def _placement_panel(
@@ -207,7 +223,7 @@ def _placement_panel(
         axis.add_patch(
             _box(x - 0.95, -0.6, width=1.9, height=height + 0.25, color=background, alpha=0.08)
         )
-        axis.text(x, height - 0.28, f"{cluster} ({kind})", ha="center", va="bottom", fontsize=9)
+        axis.text(x, height - 0.28, f"{cluster} ({kind})", ha="center", va="bottom", fontsize=SMALL)
         for row, name in enumerate(members):
             position[name] = (x, height - 1 - row)
     uses_best_nic = chooses or len(site.clusters) == 1
@@ -225,10 +241,10 @@ def _placement_panel(
     for name, (x, y) in position.items():
         rank = list(nodes).index(name)
         axis.add_patch(
-            _box(x - 0.62, y - 0.26, width=1.24, height=0.52, color=PAPER, alpha=1.0, outline=INK)
+            _box(x - 0.8, y - 0.3, width=1.6, height=0.6, color=PAPER, alpha=1.0, outline=INK)
         )
         text = f"{name}: rank {rank}\nstage {sizes.stage(rank)}"
-        axis.text(x, y, text, ha="center", va="center", fontsize=8)
+        axis.text(x, y, text, ha="center", va="center", fontsize=SMALL, zorder=4)
     axis.set_xlim(-1.3, _BOX_DISTANCE * len(boxes) - 1.7)
     axis.set_ylim(-0.8, height + 0.1)
     axis.axis("off")
@@ -330,12 +346,14 @@ def last_step(traces: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
 def timeline_figure(
     runs: Mapping[str, Sequence[Mapping[str, Any]]],
     label: str = "seconds of one step (wall clock of the lab)",
+    width: float = WIDE,
 ) -> Any:
     """Return a figure of one step, with a panel for each run and a row for each rank.
 
     Args:
         runs: Name of the run -> traces of its ranks.
         label: Label of the time axis.
+        width: Of the figure, in inches.
     """
     panels = {}
     for name, traces in runs.items():
@@ -349,54 +367,90 @@ def timeline_figure(
                 (kind, max(start, begin) - begin, min(stop, end) - begin)
                 for kind, start, stop, _ in within
             ]
-            rows.append((f"rank of {trace['node']}", spans))
+            rows.append((trace["node"], spans))
         panels[f"{name}: {end - begin:.3f} s"] = rows, end - begin
-    return timeline(panels, label)
+    return timeline(panels, label, width=width)
 
 
-def timeline(panels: Mapping[str, tuple[list[Row], float]], label: str) -> Any:
+def timeline(
+    panels: Mapping[str, tuple[list[Row], float]],
+    label: str,
+    width: float = WIDE,
+    chunks: int = 1,
+) -> Any:
     """Return a figure of timelines; rows of more than MANY spans show shares of the time.
+
+    Of more than MANY_MICRO_BATCHES micro-batches, the first and the last END_MICRO_BATCHES are drawn.
 
     Args:
         panels: Title of the panel -> (rows, seconds of the step).
         label: Label of the time axis.
+        width: Of the figure, in inches.
+        chunks: Passes of a micro-batch on a stage, in each direction.
     """
     plt = pyplot()
-    height = 0.32 * max(len(rows) for rows, _ in panels.values()) + 0.9
+    height = 0.32 * max(len(rows) for rows, _ in panels.values()) + 1.0
     figure, axes = plt.subplots(
         len(panels),
         1,
-        figsize=(11, height * len(panels) + 0.4),
-        sharex=True,
+        figsize=(width, height * len(panels) + 0.9),
         squeeze=False,
         layout="constrained",
     )
     used = set[str]()  # kinds of span that occur
-    longest = max(seconds for _, seconds in panels.values())
-    for axis, (title, (rows, seconds)) in zip(axes[:, 0], panels.items()):
+    drawn = [_Drawn.of(title, *panel, chunks) for title, panel in panels.items()]
+    longest = max(panel.seconds for panel in drawn)
+    for axis, (title, rows, seconds, cut) in zip(axes[:, 0], drawn):
         for number, (_, spans) in enumerate(rows):
             used |= {kind for kind, _, _ in spans}
             if len(spans) > MANY:
                 _draw_shares(axis, number, spans, seconds)
-                continue
-            # In the order of KINDS: later kinds cover earlier ones.
-            for kind, (color, _) in KINDS.items():
-                bars = [(start, end - start) for name, start, end in spans if name == kind]
-                if bars:
-                    axis.broken_barh(bars, (number - 0.4, 0.8), color=color, lw=0)
+            else:
+                _draw_bars(axis, number, spans)
         axis.axvline(seconds, color=INK, lw=1)
         axis.set(xlim=(0, 1.03 * longest), ylim=(-0.6, len(rows) - 0.4))
         name_rows(axis, [name for name, _ in rows])
-        axis.set_title(title, loc="left", fontsize=10)
+        axis.set_title(fold(title, width - 0.8), loc="left", fontsize=MEDIUM)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[-1, 0].set_xlabel(label)
-    handles = [
-        plt.Rectangle((0, 0), 1, 1, color=c, label=text)
-        for kind, (c, text) in KINDS.items()
-        if kind in used
-    ]
-    figure.legend(handles=handles, loc="outside lower left", ncols=6, frameon=False, fontsize=8)
+        if cut:
+            cut.mark(axis, seconds + cut.seconds)
+    axes[-1, 0].set_xlabel(fold(label, width - 0.8))
+    legend(
+        figure,
+        [
+            plt.Rectangle((0, 0), 1, 1, color=color, label=text)
+            for kind, (color, text) in KINDS.items()
+            if kind in used
+        ],
+        width,
+    )
     return figure
+
+
+class _Drawn(NamedTuple):
+    """Panel of a timeline as it is drawn."""
+
+    title: str
+    rows: list[Row]
+    seconds: float  # on the axis
+    cut: Cut | None  # the part that is left out
+
+    @classmethod
+    def of(cls, title: str, rows: list[Row], seconds: float, chunks: int) -> _Drawn:
+        """Return a panel, without the middle of a step of very many micro-batches."""
+        cut = cut_of(rows, chunks)
+        if cut is None:
+            return cls(title, rows, seconds, cut)
+        title += f" (the first and the last {END_MICRO_BATCHES} micro-batches)"
+        return cls(title, cut.rows(rows), seconds - cut.seconds, cut)
+
+
+def _draw_bars(axis: Any, row: int, spans: Sequence[tuple[str, float, float]]) -> None:
+    """Draw the spans of a row one by one, in the order of KINDS: later kinds cover earlier ones."""
+    for kind, (color, _) in KINDS.items():
+        bars = [(start, end - start) for name, start, end in spans if name == kind]
+        if bars:
+            axis.broken_barh(bars, (row - 0.4, 0.8), color=color, lw=0)
 
 
 def _draw_shares(

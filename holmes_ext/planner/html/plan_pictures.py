@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -13,35 +13,43 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.pipeline import Estimate
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.planner.html.between import draw_clusters, draw_what_if
-from holmes_ext.planner.html.pictures import (
+from holmes_ext.planner.html.chart import (
     CLUSTER_COLORS,
+    COMPUTE,
     KINDS,
-    MANY,
+    MEDIUM,
     PAPER,
-    Row,
-    name_rows,
-    pyplot,
-    timeline,
-    write,
+    SMALL,
+    WAITING,
+    WIDE,
+    fold,
+    is_narrow,
+    legend_columns,
 )
+from holmes_ext.planner.html.cut import Row, cut_of
+from holmes_ext.planner.html.pictures import MANY, legend, name_rows, pyplot, timeline, write
 from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.search.simulated import simulated
-from holmes_ext.planner.search.stock import CAUSES, stock_like
+from holmes_ext.planner.search.stock import CAUSES, baseline, plan_name
 from holmes_ext.units import format_bytes
 from holmes_ext.words import counted, why
 
-#: Cause (stock.CAUSES) -> color.
-CAUSE_COLORS = dict(
-    zip(
-        CAUSES,
-        ("#4c78a8", "#72b7b2", "#7f7f7f", "#bab0ac", "#f2b134", "#e45756", "#b07aa1", "#d62728"),
-    )
-)
+#: Cause (stock.CAUSES) -> color, hatch. A network has one color; its reductions are hatched.
+CAUSE_STYLES = {
+    "compute": (COMPUTE, ""),
+    "collectives": (KINDS["collective"][0], ""),
+    "optimizer": (KINDS["optimizer"][0], ""),
+    "bubble": (WAITING, ""),
+    "send_inside": (KINDS["inside"][0], ""),
+    "send_across": (KINDS["across"][0], ""),
+    "reduce_inside": (KINDS["inside"][0], "///"),
+    "reduce_across": (KINDS["across"][0], "///"),
+}
 
 #: Causes below this share of the longest step are not drawn.
 SMALL_CAUSE = 1e-4
-#: Most characters of a stage's node names.
-MAX_NAMES_WIDTH = 70
+#: Most characters of a stage's node names, on a wide and on a narrow chart.
+MAX_NAMES_WIDTH, MAX_NARROW_NAMES = 60, 38
 
 
 def draw_search(result: SearchResult, folder: Path) -> list[Path]:
@@ -58,18 +66,19 @@ def draw_search(result: SearchResult, folder: Path) -> list[Path]:
         ) from None
     return [
         write(paint(result), folder / f"{name}.png", "name another directory")
-        for name, paint in PAINTED.items()
+        for name, paint in painted(result).items()
     ]
 
 
-def placement(result: SearchResult) -> Any:
+def placement(result: SearchResult, width: float = WIDE) -> Any:
     """Return a figure with a bar for each stage: its ranks, in the colors of their clusters."""
     plt = pyplot()
     best = result.best
     network = result.network
     stage_ranks = network.world // best.shape.pipeline
-    height = max(2.2, 0.4 * len(best.split) + 1.4)
-    figure, axis = plt.subplots(figsize=(9, height), layout="constrained")
+    narrow = is_narrow(width)
+    height = max(2.2, (0.75 if narrow else 0.4) * len(best.split) + 1.6)
+    figure, axis = plt.subplots(figsize=(width, height), layout="constrained")
     in_legend = set()  # indices of clusters
     for stage, contents in enumerate(best.placement.stages):
         left = 0
@@ -78,47 +87,59 @@ def placement(result: SearchResult) -> Any:
             index = network.site.clusters.index(name)
             label = None if index in in_legend else name
             color = CLUSTER_COLORS[index % len(CLUSTER_COLORS)]
-            axis.barh(stage, rank_count, left=left, color=color, edgecolor=PAPER, label=label)
+            axis.barh(
+                stage,
+                rank_count,
+                0.45 if narrow else 0.8,
+                left=left,
+                color=color,
+                label=label,
+                edgecolor=PAPER,
+            )
             in_legend.add(index)
             left += rank_count
         memory = format_bytes(best.memory_bytes[stage])
-        text = (
-            f"{counted(best.split[stage], 'layer')}, {memory}, gradients: {best.reductions[stage]}"
-        )
+        layers = counted(best.split[stage], "layer")
         margin = 0.01 * stage_ranks
-        axis.text(left + margin, stage, text, va="center", fontsize=8)
-        nodes = _nodes_of(result, stage)
-        axis.text(margin, stage, nodes, va="center", fontsize=8, color="#111111")
-    axis.set_xlim(0, stage_ranks * 1.6)  # space for the text behind the bar
+        if narrow:  # below the bar
+            text = f"{layers}, {memory}, {best.reductions[stage]}"
+            axis.text(0, stage + 0.28, text, va="top", fontsize=SMALL)
+        else:  # behind the bar
+            text = f"{layers}, {memory}, gradients: {best.reductions[stage]}"
+            axis.text(left + margin, stage, text, va="center", fontsize=SMALL)
+        nodes = _nodes_of(result, stage, MAX_NARROW_NAMES if narrow else MAX_NAMES_WIDTH)
+        axis.text(margin, stage, nodes, va="center", fontsize=SMALL, color="#111111")
+    axis.set_xlim(0, stage_ranks * (1.02 if narrow else 1.8))
     name_rows(axis, [f"stage {stage}" for stage in range(len(best.split))])
-    ticks = plt.MaxNLocator(integer=True).tick_values(0, stage_ranks)
+    axis.set_ylim(len(best.split) - (0.25 if narrow else 0.5), -0.5)
+    ticks = plt.MaxNLocator(4 if narrow else "auto", integer=True).tick_values(0, stage_ranks)
     axis.set_xticks([tick for tick in ticks if tick <= stage_ranks])
     axis.set_xlabel("GPUs of the stage")
     title = f"{result.describe(best)}: predicted step {best.step_s:.4g} s"
-    axis.set_title(title, loc="left", fontsize=10)
-    figure.legend(loc="outside lower left", ncols=8, frameon=False, fontsize=8)
+    axis.set_title(fold(title, width - 0.8), loc="left", fontsize=MEDIUM)
+    legend(figure, axis.get_legend_handles_labels()[0], width)
     return figure
 
 
-def _nodes_of(result: SearchResult, stage: int) -> str:
-    """Return the names of a stage's nodes, shortened to MAX_NAMES_WIDTH characters."""
+def _nodes_of(result: SearchResult, stage: int, letters: int) -> str:
+    """Return the names of a stage's nodes, shortened to so many letters."""
     placement = result.best.placement
     names = result.network.nodes(placement)
     ranks = [placement.rank(position, stage) for position in range(placement.stage_ranks)]
     listed = " ".join(runs(names[placement.node_of(rank)] for rank in ranks))
-    return shorten(listed, MAX_NAMES_WIDTH, placeholder=" ...")
+    return shorten(listed, letters, placeholder=" ...")
 
 
-def step(result: SearchResult) -> Any:
+def step(result: SearchResult, width: float = WIDE) -> Any:
     """Return a figure with the timeline of a simulated step, with a row for each stage.
 
-    One panel is of this plan, one of the same job without holmes ("stock").
+    One panel is of this plan, one of the same job without holmes (stock.baseline).
     """
-    stock, stock_plan = stock_like(result, result.best)
+    stock = baseline(result)
     panels = {}
     for name, job, candidate in (
-        ("this plan", result, result.best),
-        ("stock", stock, stock_plan),
+        (plan_name(result), result, result.best),
+        (stock.name, stock.request, stock.plan),
     ):
         rows, step_s = _timeline_rows(job, candidate)
         panels[f"{name}: {step_s:.4g} s"] = rows, step_s
@@ -127,9 +148,13 @@ def step(result: SearchResult) -> Any:
     label = (
         f"seconds; {counted(shape.micro_batches, 'micro-batch')}{chunks}; empty: waiting for others"
     )
-    if any(len(spans) > MANY for rows, _ in panels.values() for _, spans in rows):
+    drawn = []  # rows without the part that timeline() leaves out
+    for rows, _ in panels.values():
+        cut = cut_of(rows, shape.virtual)
+        drawn += cut.rows(rows) if cut else rows
+    if any(len(spans) > MANY for _, spans in drawn):
         label += "; heights: shares of the time"
-    return timeline(panels, label)
+    return timeline(panels, label, width, chunks=shape.virtual)
 
 
 def _timeline_rows(result: SearchResult, candidate: Candidate) -> tuple[list[Row], float]:
@@ -155,36 +180,59 @@ def _timeline_rows(result: SearchResult, candidate: Candidate) -> tuple[list[Row
     return [rows[stage] for stage in sorted(rows)], simulated_step.step_s
 
 
-def seconds(by_plan: Mapping[str, Mapping[str, float]]) -> Any:
+def seconds(by_plan: Mapping[str, Mapping[str, float]], width: float = WIDE) -> Any:
     """Return a figure with a bar for each plan, as long as its step, divided by cause.
 
     Args:
         by_plan: Name of the plan -> cause -> seconds.
     """
     plt = pyplot()
-    figure, axis = plt.subplots(figsize=(9, 0.45 * len(by_plan) + 1.5), layout="constrained")
     longest_s = max(sum(causes.values()) for causes in by_plan.values())
+    drawn = {
+        cause: label
+        for cause, label in CAUSES.items()
+        if max(causes[cause] for causes in by_plan.values()) > SMALL_CAUSE * longest_s
+    }
+    legend_rows = ceil(len(drawn) / legend_columns(list(drawn.values()), width))
+    size = (width, 0.45 * len(by_plan) + 0.2 * legend_rows + 1.0)
+    figure, axis = plt.subplots(figsize=size, layout="constrained")
     left = [0.0] * len(by_plan)  # where the next part of each bar begins
-    for cause, label in CAUSES.items():
+    for cause, label in drawn.items():
         values = [causes[cause] for causes in by_plan.values()]
-        if max(values) > SMALL_CAUSE * longest_s:
-            color = CAUSE_COLORS[cause]
-            axis.barh(range(len(by_plan)), values, left=left, color=color, label=label)
-            left = [start + value for start, value in zip(left, values)]
-    name_rows(axis, list(by_plan))
+        color, hatch = CAUSE_STYLES[cause]
+        axis.barh(
+            range(len(by_plan)),
+            values,
+            left=left,
+            color=color,
+            label=label,
+            hatch=hatch,
+            edgecolor=PAPER,
+            lw=0,
+        )
+        left = [start + value for start, value in zip(left, values)]
+    name_rows(axis, [fold(name, 1.0, SMALL) if is_narrow(width) else name for name in by_plan])
     axis.set_xlabel("seconds of one step")
     axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=8)
+    legend(figure, axis.get_legend_handles_labels()[0], width)
     return figure
 
 
 #: Name of a file of --pictures -> function that draws it.
-PAINTED: dict[str, Callable[[SearchResult], Any]] = {
+PAINTED: dict[str, Callable[..., Any]] = {
     "placement": placement,
     "timeline": step,
     "clusters": draw_clusters,
     "ethernet": draw_what_if,
 }
+
+
+def painted(result: SearchResult) -> dict[str, Callable[..., Any]]:
+    """Return the pictures of PAINTED without those that say nothing about one cluster."""
+    has_one_cluster = len(result.network.site.clusters) == 1
+    return {
+        name: paint for name, paint in PAINTED.items() if name != "ethernet" or not has_one_cluster
+    }
 
 
 def of_limit(used: float, limit: float) -> str:
@@ -216,9 +264,9 @@ def draw_partitions(costs: StageCosts, estimates: Mapping[str, Estimate], path: 
     figure, axes = plt.subplots(len(estimates), 1, figsize=size, sharex=True, squeeze=False)
     for axis, (name, estimate) in zip(axes[:, 0], estimates.items()):
         parts = (
-            ("compute", "#4c78a8", estimate.compute_s),
-            ("communication", "#d62728", estimate.exposed_s),
-            ("idle", "#d9d9d9", estimate.idle_s),
+            ("compute", COMPUTE, estimate.compute_s),
+            ("communication", KINDS["across"][0], estimate.exposed_s),
+            ("idle", WAITING, estimate.idle_s),
         )
         left = [0.0] * costs.stages
         for label, color, values in parts:
@@ -226,10 +274,12 @@ def draw_partitions(costs: StageCosts, estimates: Mapping[str, Estimate], path: 
             left = [start + value for start, value in zip(left, values)]
         for stage, layers in enumerate(estimate.stage_layers):
             text = f" {counted(layers, 'layer')}, {memory_text(estimate, costs, stage)}"
-            axis.text(0, stage, text, va="center", fontsize=7, color="white")
+            axis.text(0, stage, text, va="center", fontsize=SMALL, color="white")
         name_rows(axis, costs.names)
-        axis.set_title(f"{name}: {estimate.step_s:.4g} s", loc="left", fontsize=10)
+        axis.set_title(f"{name}: {estimate.step_s:.4g} s", loc="left", fontsize=MEDIUM)
     axes[-1, 0].set_xlabel("predicted seconds of one step (a stage's idle time is spread over it)")
-    axes[0, 0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=8)
+    axes[0, 0].legend(
+        loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=SMALL
+    )
     figure.tight_layout()
     write(figure, path, "name a .png, .svg or .pdf")

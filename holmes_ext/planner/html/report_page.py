@@ -6,7 +6,7 @@ from holmes_ext.cli.report import headline, joined_line, tables, verdict
 from holmes_ext.extensions import contributions
 from holmes_ext.planner.html import pictures
 from holmes_ext.planner.html.over_time import over_time_figure
-from holmes_ext.planner.html.page import heading, page, paragraphs, picture, table
+from holmes_ext.planner.html.page import heading, page, paragraphs, table
 from holmes_ext.report.figures import Summary
 from holmes_ext.report.files import Run
 from holmes_ext.report.trace import pictured
@@ -20,9 +20,8 @@ def document(job: Run, summary: Summary, step: int) -> str:
         summary: Figures computed from the telemetry.
         step: Number of the step to show as a timeline.
     """
-    figure = pictures.timeline_figure(
-        {f"step {step}": pictured(job, step)}, "seconds of one step (rank 0's clock)"
-    )
+    traces = {f"step {step}": pictured(job, step)}
+    label = "seconds of one step (rank 0's clock)"
     lines = [f"note: {note}" for note in job.notes]
     lines += [f"not as planned: {text}" for text in job.followed_plan.differences]
     if summary.joined:  # the run trained together with other jobs (holmes join)
@@ -40,8 +39,12 @@ def document(job: Run, summary: Summary, step: int) -> str:
         paragraphs(lines),
         *table_parts,
         heading("Steps over time"),
-        picture(pictures.svg(over_time_figure(job, summary.plans)), "steps over time, and plans"),
+        pictures.chart(
+            lambda width: over_time_figure(job, summary.plans, width), "steps over time, and plans"
+        ),
         heading("One step"),
-        picture(pictures.svg(figure), "timeline of one step"),
+        pictures.chart(
+            lambda width: pictures.timeline_figure(traces, label, width), "timeline of one step"
+        ),
         *sections,
     )

@@ -68,7 +68,8 @@ def with_site(
         step_s = folded_s(job_of(changed, candidate))
     else:
         step_s = estimate(changed.costs(candidate), candidate.split).step_s
-    _, stock = stock_like(changed, candidate)
+    # The sizes of stock are those of the tables: baseline().
+    _, stock = stock_like(changed, result.user_layout or candidate)
     return StepTimes(step_s, stock.step_s)
 
 

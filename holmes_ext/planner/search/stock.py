@@ -170,6 +170,38 @@ def _compute_stock(result: SearchResult, candidate: Candidate) -> tuple[SearchRe
     return stock, same_sizes
 
 
+class Baseline(NamedTuple):
+    """Job without holmes with which a plan is compared."""
+
+    name: str  # in tables and pictures
+    request: SearchResult  # of this job
+    plan: Candidate  # that this job runs
+
+
+def baseline(result: SearchResult) -> Baseline:
+    """Return the job without holmes with which tables and pictures compare the best plan.
+
+    It has the sizes of the user's layout if there is one, else of the best plan.
+    """
+    layout = result.user_layout
+    return Baseline(stock_name(result), *stock_like(result, layout or result.best))
+
+
+def stock_name(result: SearchResult) -> str:
+    """Return the name of baseline() in tables and pictures."""
+    return "your layout, stock" if result.user_layout else "stock, same sizes"
+
+
+def plan_name(result: SearchResult) -> str:
+    """Return the name of the best plan in tables and pictures."""
+    return "your layout" if result.user_layout is result.best else "this plan"
+
+
+def plan_names(result: SearchResult) -> dict[str, str]:
+    """Return the names of the plans of reasons() in tables and pictures."""
+    return {"holmes": plan_name(result), "yours": "your layout", "stock": stock_name(result)}
+
+
 def best_stock(result: SearchResult, end: float = inf) -> Candidate | None:
     """Return the plan with the shortest step of the job without holmes.
 

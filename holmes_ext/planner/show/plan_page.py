@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 
+from holmes_ext.cli.show.matrix import WAN_TITLE, wan_table
 from holmes_ext.cli.show.training import Training
 from holmes_ext.planner.companion import PlanCompanion
 from holmes_ext.planner.html import plan_pictures as pictures
-from holmes_ext.planner.html.page import command, heading, page, paragraphs, picture, table
-from holmes_ext.planner.html.pictures import svg
+from holmes_ext.planner.html.page import command, heading, page, paragraphs, table
+from holmes_ext.planner.html.pictures import chart
 from holmes_ext.planner.launch_flags import Launch, added
 from holmes_ext.planner.search.explain import thin_stages
 from holmes_ext.planner.search.result import SearchResult
@@ -40,33 +42,51 @@ def document(
         optimality_gap.append(f"{best.step_s:.4g} s a step: {result.optimality_gap}.")
     placement = f"Stages on {result.describe(best)}; layers {shown.split_text(best.split)}."
     # "placement", "clusters", "timeline", "ethernet" -> the picture as HTML
-    drawn = {name: picture(svg(paint(result)), name) for name, paint in pictures.PAINTED.items()}
-    seconds_by_cause = svg(pictures.seconds(shown.named_reasons(result)))
+    drawn = {
+        name: chart(partial(paint, result), name)
+        for name, paint in pictures.painted(result).items()
+    }
+    what_if = []  # nothing is between the clusters of one
+    if "ethernet" in drawn:
+        what_if = [
+            heading("What if the network between the clusters were another"),
+            drawn["ethernet"],
+        ]
+    seconds_by_cause = partial(pictures.seconds, shown.named_reasons(result))
     plan_count = 0 if is_layout_only else args.rows
     plan_rows = [shown.row_cells(*row) for row in shown.ranked(result, plan_count)]
     return page(
         "holmes plan",
         heading(shown.title(result), 1),
         paragraphs([*optimality_gap, *shown.why_lines(result), *job.lines]),
+        *(part for beside in besides.values() for part in beside.page_parts()),
         heading("Start it"),
         *_launches(result, args, starts),
         heading("Placement"),
         paragraphs([placement]),
         drawn["placement"],
         drawn["clusters"],
+        *_links(result),
         heading("One step"),
         paragraphs([*shown.stage_link_lines(result, best), *thin_stages(result, best)]),
         drawn["timeline"],
         heading(why_title.capitalize()),
-        picture(seconds_by_cause, "seconds by cause"),
+        chart(seconds_by_cause, "seconds by cause"),
         table(head, rows, strong=-1),  # the last row, the sum of all causes, is bold
-        heading("What if the network between the clusters were another"),
-        drawn["ethernet"],
-        *(part for beside in besides.values() for part in beside.page_parts()),
+        *what_if,
         heading("Your layout" if is_layout_only else "The plans found"),
         table([column.name for column in shown.COLUMNS], plan_rows),
         paragraphs([shown.LEGEND]),
     )
+
+
+def _links(result: SearchResult) -> list[str]:
+    """Return the table of the links between all clusters, also of those that the plan leaves out."""
+    site = (result.on_all or result).network.measured
+    if not site.wan:
+        return []
+    columns, rows = wan_table(site)
+    return [paragraphs([f"{WAN_TITLE.capitalize()}:"]), table([one.name for one in columns], rows)]
 
 
 def _launches(

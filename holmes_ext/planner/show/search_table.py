@@ -22,7 +22,13 @@ from holmes_ext.planner.launch_flags import Launch, added
 from holmes_ext.planner.search.explain import NEGLIGIBLE, explain, thin_stages
 from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult
 from holmes_ext.planner.search.simulated import memory_of, step_without
-from holmes_ext.planner.search.stock import CAUSES, are_reasons_simulated, best_stock, reasons
+from holmes_ext.planner.search.stock import (
+    CAUSES,
+    are_reasons_simulated,
+    best_stock,
+    plan_names,
+    reasons,
+)
 from holmes_ext.planner.show.start import show_launches, start_line
 from holmes_ext.planner.simulate.deadline import simulations_until
 from holmes_ext.units import format_bytes
@@ -283,13 +289,7 @@ def _show_seconds_by_cause(screen: Screen, result: SearchResult, end: float = in
 
 def named_reasons(result: SearchResult) -> dict[str, dict[str, float]]:
     """Return name of a plan in the table (such as "this plan") -> cause -> seconds of a step."""
-    layout = result.user_layout
-    is_only_plan = layout is result.best  # without a search, the layout is the only plan
-    names = {
-        "holmes": "your layout" if is_only_plan else "this plan",
-        "yours": "your layout",
-        "stock": "your layout, stock" if layout else "stock, same sizes",
-    }
+    names = plan_names(result)
     return {names[plan]: seconds for plan, seconds in reasons(result).items()}
 
 

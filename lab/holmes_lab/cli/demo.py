@@ -24,7 +24,7 @@ from holmes_ext.files import save
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.html import pictures
-from holmes_ext.planner.html.page import heading, page, paragraphs, picture, table
+from holmes_ext.planner.html.page import heading, page, paragraphs, table
 from holmes_ext.samples import examples
 from holmes_lab.cli import gpu_demo, joined_demo
 from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
@@ -307,8 +307,8 @@ def _report(
     sizes = Sizes(pipeline=STAGE_COUNT).complete(
         NODE_COUNT
     )  # with the data-parallel size that follows
-    placement = pictures.svg(pictures.placement_figure(panels, sizes))
-    timeline = pictures.svg(pictures.timeline_figure(traces))
+    # The table has medians over all steps; the timeline has the last traced step of each run.
+    steps = {f"{name}, its last step": ranks for name, ranks in traces.items()}
     # The first message of holmes, which names its plan.
     message = next((line for line in series["holmes"].lines if line.startswith("holmes:")), "")
     about = (
@@ -325,7 +325,12 @@ def _report(
         table(HEAD, _rows(series)),
         paragraphs([message]),
         heading("Who sits where, over which NIC"),
-        picture(placement, "placement of the ranks"),
+        pictures.chart(
+            lambda width: pictures.placement_figure(panels, sizes, width), "placement of the ranks"
+        ),
         heading("One step"),
-        picture(timeline, "timeline of one step of each run"),
+        pictures.chart(
+            lambda width: pictures.timeline_figure(steps, width=width),
+            "timeline of one step of each run",
+        ),
     )

@@ -25,8 +25,8 @@ from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.files import save
 from holmes_ext.join.pictures import Incarnation, losses_figure
-from holmes_ext.planner.html.page import heading, page, paragraphs, picture, table
-from holmes_ext.planner.html.pictures import svg
+from holmes_ext.planner.html.page import heading, page, paragraphs, table
+from holmes_ext.planner.html.pictures import chart
 from holmes_lab.joined import (
     CLUSTERS,
     NODES,
@@ -203,7 +203,7 @@ def _report(rows: list[list[str]], result: dict[str, Any]) -> str:
     return page(
         "holmes demo --joined",
         heading("Two jobs that train one model over 40 ms and 20 Mb/s", 1),
-        picture(svg(losses_figure(incarnations)), "losses over time"),
+        chart(lambda width: losses_figure(incarnations, width), "losses over time"),
         table([column.name for column in COLUMNS], rows),
         paragraphs(
             [

@@ -1,0 +1,77 @@
+"""Cut through a long timeline: only its first and last micro-batches are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from holmes_ext.planner.html.chart import INK, PAPER
+
+#: Most micro-batches of a step that are all drawn; of more, so many at each end.
+MANY_MICRO_BATCHES, END_MICRO_BATCHES = 60, 10
+#: Width of the gap in the drawn time, as a share of it.
+_GAP_SHARE = 0.03
+
+#: Row of a timeline: (name, [(kind of KINDS, start, end)]), in seconds from the step's start.
+Row = tuple[str, list[tuple[str, float, float]]]
+
+
+class Cut(NamedTuple):
+    """Part of a step that is not drawn, in seconds from the step's start."""
+
+    start: float
+    end: float
+    gap: float  # drawn in place of the part
+
+    @property
+    def seconds(self) -> float:
+        """Seconds by which the drawn time is shorter than the step."""
+        return self.end - self.start - self.gap
+
+    def rows(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the spans outside the cut, the later ones moved to the left."""
+        result = []
+        for name, spans in rows:
+            drawn = []
+            for kind, start, end in spans:
+                if start < self.start:
+                    drawn.append((kind, start, min(end, self.start)))
+                if end > self.end:
+                    drawn.append((kind, max(start, self.end) - self.seconds, end - self.seconds))
+            result.append((name, drawn))
+        return result
+
+    def mark(self, axis: Any, seconds: float) -> None:
+        """Draw the gap on an axis, and name its two ends and the end of the step (`seconds`)."""
+        axis.axvspan(self.start, self.start + self.gap, color=PAPER, zorder=3)
+        for x in (self.start, self.start + self.gap):
+            axis.axvline(x, color=INK, lw=1, ls=":", zorder=4)
+        ticks = {
+            0.0: "0",
+            self.start: f"{self.start:.3g}",
+            seconds - self.seconds: f"{seconds:.4g}",
+        }
+        axis.set_xticks(list(ticks), list(ticks.values()))
+
+
+def cut_of(rows: Sequence[Row], chunks: int) -> Cut | None:
+    """Return the part of a step to leave out, or None if it has few micro-batches.
+
+    Args:
+        rows: Rows of the timeline.
+        chunks: Passes of a micro-batch on a stage, in each direction.
+    """
+    starts, ends = [], []
+    passes_at_end = END_MICRO_BATCHES * chunks
+    for _, spans in rows:
+        forward_ends = sorted(end for kind, _, end in spans if kind == "forward")
+        backward_starts = sorted(start for kind, start, _ in spans if kind == "backward")
+        if min(len(forward_ends), len(backward_starts)) <= MANY_MICRO_BATCHES * chunks:
+            return None
+        starts.append(forward_ends[passes_at_end - 1])
+        ends.append(backward_starts[-passes_at_end])
+    if not starts or max(starts) >= min(ends):
+        return None
+    start, end = max(starts), min(ends)
+    last_end = max(span[2] for _, spans in rows for span in spans)
+    return Cut(start, end, gap=_GAP_SHARE * (start + last_end - end))
