@@ -21,7 +21,7 @@ MADE = re.compile(r"<!-- (generated|run|lab|matrix)\b.*?<!-- /\1 -->", re.DOTALL
 BLOCK = re.compile(r"^```\w*\n.*?^```$|(?:^    +\S[^\n]*\n)+", re.MULTILINE | re.DOTALL)
 #: (page, how the block begins) -> why its text stands as it is.
 KEPT = {
-    ("README.md", "run          step, s"): "what make demo prints: five minutes in the lab",
+    ("README.md", "run          step, s"): "what make demo prints: 2 to 3 minutes in the lab",
     ("README.md", "Step times are emulated"): "the same",
     (
         "docs/joined.md",
