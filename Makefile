@@ -1,6 +1,6 @@
 # make demo   stock against holmes on two emulated clusters, from a fresh clone, with one command
 # make test   unit tests, and real engines on emulated networks; a table at the end names each framework, passed or SKIPPED.
-#             make unit: what needs no emulated network
+#             make unit: tests/ alone; some of them need network namespaces, too
 # make nightly  all tests, the slow ones too (a landing runs a share: tests/selection.py), over gloo and on emulated GPUs; mutants;
 #             old versions of the frameworks: hours
 # make checkouts  clones what tests need besides Python packages: Megatron-LM, Megatron-DeepSpeed, NCCL's source

@@ -25,8 +25,13 @@ PAGES = {
     ROOT / "docs" / "versions.md": ("few",),
     ROOT / "docs" / "versions_tested.md": ("pair", "torch", "deepspeed", "megatron"),
 }
+#: Name of a row in the results -> its title on a page.
+TITLES = {
+    "oldest supported": "oldest versions that were run",
+    "megatron-core 0.20.0": "megatron-core main (commit d98e8a64, unreleased, calls itself 0.20.0)",
+}
 COLUMNS = (
-    "",
+    "versions",
     "features on",
     "off",
     "tests passed",
@@ -57,7 +62,7 @@ def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
     for row in ROWS.values():
         if row.name in of_row and (row.name in FEW if kind == "few" else row.kind == kind):
             dates = about.get(row.name, {}).get("parts", {}).values()
-            name = row.name if kind == "few" else _name(row)
+            name = _title(row.name) if kind == "few" else _name(row)
             lines.append((name, *_cells(of_row[row.name]), min(dates, default="-")))
     columns = [column for column in zip(*lines) if set(column[1:]) != {"-"}]
     head, *rest = (f"| {' | '.join(cells)} |" for cells in zip(*columns))
@@ -75,10 +80,15 @@ def _name(row: Row) -> str:
     with one DeepSpeed. All other rows have a name that says enough.
     """
     if row.kind != "pair":
-        return row.name
+        return _title(row.name)
     python = f"Python {row.python}, " if row.python and row.python not in row.name else ""
     packages = ", ".join(package.replace("==", " ") for package in (row.torch, *row.packages))
-    return f"{row.name}: {python}{packages}"
+    return f"{_title(row.name)}: {python}{packages}"
+
+
+def _title(name: str) -> str:
+    """Return the title of a row on a page."""
+    return TITLES.get(name, name)
 
 
 def _cells(figures: dict[str, Figure]) -> list[str]:
@@ -126,7 +136,7 @@ def disabled_features(about: dict[str, Any]) -> str:
         for feature, reason in about.get(name, {}).get("off", {}).items():
             features, rows = of_reason.setdefault(reason, ([], []))
             features += [feature] if feature not in features else []
-            rows += [name] if name not in rows else []
+            rows += [_title(name)] if _title(name) not in rows else []
     lines = [
         f"- {', '.join(rows)}: {', '.join(features)}: {reason}"
         for reason, (features, rows) in of_reason.items()

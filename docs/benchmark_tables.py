@@ -122,7 +122,7 @@ def variants(arguments: str) -> str:
                 values.setdefault(match[1], {})[title] = shown(row)
     assert values, f"no row: {arguments}"
     lines = ([name, *(cells.get(title, "") for title in columns)] for name, cells in values.items())
-    return table(("", *columns), lines)
+    return table(("variant", *columns), lines)
 
 
 def ranges(arguments: str) -> str:

@@ -34,11 +34,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from holmes_lab.cli.lab_gpu import HUNG
+from holmes_lab.process.job import TIMED_OUT
+from packaging.version import Version
+
 import holmes_ext
 from holmes_ext.cli.main import Help, main, parser_of
 from holmes_ext.cli.main import commands as all_commands
 from holmes_ext.cluster import spec
 from holmes_ext.cluster.keys import KEYS
+from holmes_ext.join import EXTENSION as JOIN
 from holmes_ext.options import default_of, flag, help_of, names, variable
 from holmes_ext.options import variables as environment_variables
 from holmes_ext.patches import all_patches
@@ -47,6 +52,7 @@ from holmes_ext.patches.megatron.command_line.flags import MODEL_OF_FLAG, REASON
 from holmes_ext.plan import plan
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.planner.search import search
+from holmes_ext.planner.show.search import INTERRUPTED_STATUS
 from holmes_ext.runtime.measure import telemetry_file
 from holmes_ext.runtime.watch.metrics import FAMILIES
 
@@ -86,18 +92,57 @@ PAGES = {
     "profile": "plan.md#from-the-job-itself-holmes-tune",
     "try_": "versions.md#use-a-newer-version",
 }
+#: Options that a first run may need, and those by which it is watched. The others of a single job tune it.
+COMMON = (
+    "cluster",
+    "plan",
+    "sizes",
+    "check",
+    "fsdp",
+    "timeout",
+    "require",
+    "try_",
+    "preflight",
+    "fallback",
+    "link_timeout",
+    "watchdog",
+    "telemetry",
+    "metrics",
+    "verbose",
+)
+#: Default in a help text: "(default 20)", "(default)", and the beginning of "(default 20; 0: no limit)".
+_DEFAULT = re.compile(r" ?\(default:? [^;)]*\)| \(default\)")
+_DEFAULT_BEFORE_MORE = re.compile(r"\(default:? [^;)]*; ")
 
 
-def flags() -> str:
-    """Return the Markdown table of all --holmes flags, with their environment variables."""
-    rows = [("`--holmes`", "`HOLMES=1`", "", "switch it on; nothing is imported without it")]
-    for name in names():
+def flags(group: str) -> str:
+    """Return the Markdown table of the --holmes flags of a group, with their environment variables.
+
+    Args:
+        group: "common", "tuning" (what changes the speed of a job) or "joined" (of joined jobs).
+    """
+    rows = []
+    if group == "common":
+        rows = [("`--holmes`", "`HOLMES=1`", "", "switch it on; nothing is imported without it")]
+    for name in names_of_group(group):
         text, value = help_of(name), default_of(name)
         page = f" ([more]({PAGES[name]}))" if name in PAGES else ""
-        text = re.sub(r" ?\(default:? [^)]*\)| \(default\)", "", text) if value else text
+        text = _without_default(text) if value else text
         default = f"`{value}`" if value else ""
         rows.append((f"`{flag(name)}`", f"`{variable(name)}`", default, text + page))
     return table(("flag", "variable", "default", "value and what it does"), rows)
+
+
+def names_of_group(group: str) -> list[str]:
+    """Return the names of the options in a group of flags(): common, tuning or joined."""
+    joined = {option.name for option in JOIN.options}
+    members = {"common": set(COMMON), "joined": joined, "tuning": set(names()) - {*COMMON, *joined}}
+    return [name for name in names() if name in members[group]]
+
+
+def _without_default(text: str) -> str:
+    """Return a help text without the default, which has a column of its own."""
+    return _DEFAULT_BEFORE_MORE.sub("(", _DEFAULT.sub("", text))
 
 
 def variables() -> str:
@@ -252,29 +297,84 @@ def _usage(parser: argparse.ArgumentParser) -> str:
 
 def _arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
     """Yield the arguments of a command with their help texts, as cells of a table."""
+    formatter = parser._get_formatter()
     for action in parser._actions:
         if "--help" in action.option_strings or action.help == argparse.SUPPRESS:
             continue
-        value = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
-        choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else value
-        names = ", ".join(action.option_strings) or str(value)
-        shown = f"{names} {choices}" if action.option_strings and action.nargs != 0 else names
-        yield f"`{shown}`", (action.help or "").replace("%%", "%") % {"default": action.default}
+        shown = str(action.metavar or action.dest.upper())
+        if action.option_strings:
+            # "--include P [P ...]", as in the usage; a flag has no value.
+            value = formatter._format_args(action, action.dest.upper()) if action.nargs != 0 else ""
+            shown = f"{', '.join(action.option_strings)} {value}".strip()
+        text = (action.help or "").replace("%%", "%") % {"default": action.default}
+        yield f"`{shown}`", _with_default_as_code(text)
+
+
+def _with_default_as_code(text: str) -> str:
+    """Return a help text whose default is marked as code, unless the default is in words."""
+    return re.sub(r'default: "?([^\s;,")]+(?:,[^\s;,")]+)*)"?(?=[;,)])', r"default: `\1`", text)
 
 
 def commands() -> str:
-    """Return a section for each command: its description, usage and options, as in its --help."""
+    """Return a section for each command: what its --help says, to the last line."""
     sections = []
     for name in all_commands():
         top = parser_of(name)
-        for parser in _parsers(top):
-            title = parser.prog.removeprefix("holmes ")
+        parsers = list(_parsers(top))
+        if top not in parsers and top.epilog:  # of all subcommands together
+            sections.append(f"## {top.prog}\n\n{top.description}\n\n{_epilog(top)}")
+        for parser in parsers:
             about = (parser.description or top.description or "").replace("%%", "%")
-            sections.append(
-                f"## holmes {title}\n\n{' '.join(about.split())}\n\n```text\n{_usage(parser)}```\n\n"
-                + table(("argument", "what it does"), _arguments(parser))
-            )
+            parts = [
+                f"## {parser.prog}\n\n{' '.join(about.split())}\n",
+                f"```text\n{_usage(parser)}```\n",
+                table(("argument", "what it does"), _arguments(parser)),
+            ]
+            if parser.epilog:
+                parts.append(_epilog(parser))
+            sections.append("\n".join(parts))
     return "\n" + "\n".join(sections) + "\n"
+
+
+def _epilog(parser: argparse.ArgumentParser) -> str:
+    """Return what stands below the options in a command's --help: examples, and the exit status."""
+    text = (parser.epilog or "").replace("%%", "%").strip("\n")
+    return f"```text\n{text}\n```\n"
+
+
+def statuses() -> str:
+    """Return the Markdown table of the exit statuses of all commands."""
+    return table(
+        ("status", "meaning"),
+        (
+            ("0", "success; notes do not count"),
+            ("1", "the command found a problem: `holmes COMMAND --help` says which"),
+            ("2", "bad usage or bad input, or the disk is full: one line on stderr"),
+            (f"{TIMED_OUT}", "`holmes lab run --timeout`: the time is over"),
+            (f"{HUNG}", "`holmes lab run --gpu`: no rank progressed any more"),
+            (
+                f"{INTERRUPTED_STATUS}",
+                "Ctrl-C; `holmes plan` prints the best plan found until then",
+            ),
+            (
+                "any other",
+                "`holmes lab run`: that of the first rank that failed, 128 + n after signal n",
+            ),
+        ),
+    )
+
+
+def newer_version() -> str:
+    """Return the start line's warning for a torch that is newer than all that were tried."""
+    torch = next(patch.feature for patch in all_patches() if patch.feature.name == "ddp")
+    newest = max(map(Version, torch.tried))
+    warning = torch.warning_if_newer_than_tried(f"{newest.major}.{newest.minor + 1}.0")
+    return f"\n    {warning}\n\n"
+
+
+def pythons() -> list[str]:
+    """Return the supported versions of Python, as pyproject.toml lists them: "3.10", ..."""
+    return re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
 
 
 def _signature(name: str, value: Any) -> str:
@@ -394,6 +494,8 @@ BLOCKS = {
         model_keys,
         metrics,
         commands,
+        statuses,
+        newer_version,
         api,
         public,
         source,

@@ -29,7 +29,6 @@ _MODULE_OF = {
     "HolmesError": "holmes_ext.errors",
     "disable": "holmes_ext.job",
     "enable": "holmes_ext.job",
-    "enable_on_nodes": "holmes_ext.job",
     "joined_state_dict": "holmes_ext.join.training",
     "load_joined_state_dict": "holmes_ext.join.training",
     "place_experts": "holmes_ext.planner.experts.program",
@@ -43,6 +42,8 @@ def __getattr__(name: str) -> Any:
         drop_in = import_module("holmes_ext.patches.megatron.drop_in").drop_in
         enable = import_module("holmes_ext.job").enable
         return drop_in(enable)
+    if name == "_enable_on_nodes":  # for `holmes probe` and `holmes doctor` only
+        return import_module("holmes_ext.job").enable_on_nodes
     if name in _MODULE_OF:
         return getattr(import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'holmes_ext' has no attribute {name!r}")

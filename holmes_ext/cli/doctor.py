@@ -81,7 +81,7 @@ def add_parser(subparsers: Any) -> None:
         "doctor",
         help="check this machine, its environment and a command, without starting a job",
         description="Check whether anything on this machine, in its environment or in a command would stop "
-        "a job over several clusters. Nothing is started.",
+        "a job over several clusters. No job is started; --slurm and --preflight run on other nodes, too.",
         epilog=_EPILOG,
     )
     parser.add_argument(
@@ -269,7 +269,7 @@ def _run_preflight(args: argparse.Namespace, process: launcher.Process) -> bool:
         HolmesError: no job could start (on rank 0).
         RemoteError: no job could start (on other ranks).
     """
-    holmes_ext.enable_on_nodes(args.cluster)
+    holmes_ext._enable_on_nodes(args.cluster)
     current = session.require()
     assert current.store is not None
     key = f"{current.key_prefix}/doctor"  # counts the ranks that need the store no longer

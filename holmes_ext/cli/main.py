@@ -60,7 +60,7 @@ holmes: one LLM training job over several GPU clusters whose NICs differ. First 
 
   holmes demo                                 compare stock and holmes on emulated clusters, without a GPU
   holmes discover                             list the NICs of this node that a job would use
-  holmes doctor -- YOUR COMMAND               check this machine and the command, start nothing
+  holmes doctor -- YOUR COMMAND               check this machine and the command, without a job
   holmes plan --cluster FILE -- YOUR COMMAND  predict the step time now, with holmes, and with the best sizes
   YOUR COMMAND --holmes                       run the job: the flag follows the script's name
 

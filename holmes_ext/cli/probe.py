@@ -132,7 +132,7 @@ def _measure_all(args: argparse.Namespace, process: Process) -> _Measured:
         if process.rank == 0:
             print(f"holmes probe: {text}", file=sys.stderr, flush=True)
 
-    holmes_ext.enable_on_nodes(args.cluster)
+    holmes_ext._enable_on_nodes(args.cluster)
     has_gpu = torch.accelerator.is_available()
     if has_gpu:
         torch.accelerator.set_device_index(process.local_rank)

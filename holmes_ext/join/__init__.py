@@ -18,6 +18,13 @@ from holmes_ext.options import Options
 if TYPE_CHECKING:
     from holmes_ext.runtime.session import Session
 
+#: Help texts of the flags of a job, and of the options of `holmes join`.
+CERTIFICATE_HELP = (
+    "PEM with a certificate of your own CA, its chain and its key; the certificate has the name of the job, "
+    "or for `holmes join serve` its HOST (default: `holmes join serve` is the CA)"
+)
+CA_HELP = "PEM of that CA; all jobs and `holmes join serve` need certificates of the same CA"
+
 
 def is_active(options: Options) -> bool:
     """Return whether the user has given an option of joined jobs."""
@@ -44,12 +51,11 @@ EXTENSION = Extension(
         ),
         Option(
             "join_certificate",
-            "FILE: PEM with a certificate of your own CA that has this job's name, its chain and its key "
-            "(default: `holmes join serve` is the CA)",
+            f"FILE: {CERTIFICATE_HELP}",
         ),
         Option(
             "join_ca",
-            "FILE: PEM of that CA; all jobs and `holmes join serve` need certificates of the same CA",
+            f"FILE: {CA_HELP}",
         ),
         Option(
             "join_ports",

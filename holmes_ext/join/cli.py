@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from holmes_ext import extensions
+from holmes_ext import extensions, join
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import PORT, JoinAddress
@@ -163,13 +163,13 @@ def add_parser(subparsers: Any) -> None:
             "--certificate",
             metavar="FILE",
             default=os.environ.get("HOLMES_JOIN_CERTIFICATE", ""),
-            help="PEM file with certificate, chain and key (HOLMES_JOIN_CERTIFICATE)",
+            help=f"{join.CERTIFICATE_HELP}; also HOLMES_JOIN_CERTIFICATE",
         )
         command.add_argument(
             "--ca",
             metavar="FILE",
             default=os.environ.get("HOLMES_JOIN_CA", ""),
-            help="PEM file of the CA (HOLMES_JOIN_CA)",
+            help=f"{join.CA_HELP}; also HOLMES_JOIN_CA",
         )
 
 

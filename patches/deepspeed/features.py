@@ -9,9 +9,12 @@ from holmes_ext.plan.sizes import DEFAULT_ORDER
 
 #: Releases whose source was compared with the patches, without a run: the first and last of each minor
 #: version.
-_READ = ("0.14.4", "0.14.5", "0.15.0", "0.15.4", "0.16.0", "0.17.0", "0.18.0", "0.18.9", "0.19.0")
+_READ = ("0.14.4", "0.14.5", "0.15.0", "0.15.4", "0.16.0", "0.17.0", "0.18.0", "0.19.0")
 _of = partial(
-    Feature, versions="deepspeed>=0.14.4,<0.20", tried=("0.16.9", "0.17.6", "0.19.8"), read=_READ
+    Feature,
+    versions="deepspeed>=0.14.4,<0.20",
+    tried=("0.16.9", "0.17.6", "0.18.9", "0.19.8"),
+    read=_READ,
 )
 
 P2P = _of("deepspeed-p2p", what="stages of one cluster send over its fabric")

@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--idle",
         metavar="slurm|LIST",
-        help="with --nodes: only of these, a[0-7],b3, or those that Slurm has idle (default: all)",
+        help="with --nodes: only of these, a[0-7],b3, or those that Slurm has idle (default: every node)",
     )
     add(
         "--as",

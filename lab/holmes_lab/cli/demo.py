@@ -64,8 +64,8 @@ def add_parser(subparsers: Any) -> None:
         help="train a GPT on two emulated clusters, stock and with holmes, and show the difference",
         description="Trains examples/deepspeed_pipeline on 4 emulated nodes (2 with InfiniBand, 2 with RoCE, "
         "Ethernet between) with DeepSpeed's pipeline engine: stock, with --holmes, and on one all-InfiniBand "
-        "cluster (all-RDMA). Needs root (or user namespaces) and iproute2; takes about 5 minutes on 2 cores."
-        " Exit status 1 when a loss differs from stock's by more than 1e-6.",
+        "cluster (all-RDMA). Needs root or user namespaces, and iproute2; takes 2 to 3 minutes on 2 cores. "
+        "Exit status 1 when a loss differs from stock's by more than 1e-6.",
     )
     parser.add_argument(
         "--repetitions",

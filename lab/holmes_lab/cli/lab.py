@@ -59,7 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="run a command once for each process of each node",
         description="Runs COMMAND once for each process of each node, with torchrun's variables set: it "
         "takes the place of torchrun. Exit status: that of the first process that failed, 124 "
-        "after --timeout.",
+        "after --timeout, 125 after --gpu-standstill.",
         epilog="Example:\n\n"
         "  holmes lab run --cluster examples/clusters/two_clusters_4.toml -- python train.py --holmes",
     )
