@@ -1,0 +1,50 @@
+"""The site that mkdocs builds from docs/, in a browser: no table is wider than a phone or a desk."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from browser import Browser, chromium
+
+ROOT = Path(__file__).resolve().parents[1]
+SEED = os.environ.get("HOLMES_TEST_SEED", "58")
+#: Evaluates to the first words of each table that is wider than the text of the page around it.
+WIDE_TABLES = """[...document.querySelectorAll('.md-content table')]
+  .filter(table => table.scrollWidth > document.documentElement.clientWidth)
+  .map(table => table.innerText.slice(0, 60))"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Return the folder with the built site."""
+    if not chromium():
+        pytest.skip("no Chromium: apt-get install chromium-headless-shell")
+    pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
+    subprocess.run([*command, str(folder)], cwd=ROOT, check=True, timeout=300)
+    return folder
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_tables_fit_the_page(site, width, tmp_path, exhaustive):
+    """All pages in an exhaustive test, else every sixth one."""
+    pages = sorted(site.rglob("*.html"))
+    if not exhaustive:
+        pages = pages[random.Random(SEED).randrange(6) :: 6]
+    wide = {}
+    with Browser(tmp_path / "profile") as browser:
+        for page in pages:
+            browser.open(page, width, dark=False)
+            found = browser.ask("Runtime.evaluate", expression=WIDE_TABLES, returnByValue=True)
+            if tables := found["result"]["value"]:
+                wide[str(page.relative_to(site))] = tables
+    assert not wide
+
+
+def test_the_site_has_no_files_of_python(site):
+    assert not [path for path in site.rglob("*") if path.suffix in (".py", ".pyc")]
+    assert not list(site.rglob("__pycache__"))
