@@ -44,17 +44,21 @@ COLUMNS = (
 
 
 def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
-    """Return a table in Markdown, with a line for each combination of versions that has results.
+    """Return a table in Markdown, with a line for each row of matrix_rows.py that has results.
 
-    Columns without any entry are left out. The date is that of the oldest result.
+    Such a row is a combination of versions that was tested, such as torch 2.6.0. Columns without any
+    entry are left out. The date of a line is that of its oldest result.
 
     Args:
         kind: The table: "pair", "torch", "deepspeed" or "megatron" (see matrix_rows.py). Or "few":
-            the combinations in FEW, without their packages.
-        figures: All results.
-        about: Combination -> {"parts": part of the tests -> date of its result}. The parts are
+            the rows in FEW, without their packages.
+        figures: All results. Each is one value: its `case` is the name of a row, its `metric` says
+            what was measured, such as "tests passed".
+        about: Name of a row -> {"parts": part of the tests -> date on which it ran}. For example
+            {"torch 2.6.0": {"parts": {"check": "2026-01-02", "lab": "2026-01-03"}}}; the parts are
             "check", "tests", "lab" and "nccl".
     """
+    # Name of a row -> metric -> result.
     of_row: dict[str, dict[str, Figure]] = {}
     for figure in figures:
         of_row.setdefault(figure.case, {})[figure.metric] = figure
@@ -87,7 +91,10 @@ def _name(row: Row) -> str:
 
 
 def _title(name: str) -> str:
-    """Return the title of a row on a page."""
+    """Return how docs/versions.md and docs/versions_tested.md call a row.
+
+    That is its name, but for the few rows in TITLES, whose names would say too little to a reader.
+    """
     return TITLES.get(name, name)
 
 

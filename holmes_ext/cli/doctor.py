@@ -103,6 +103,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
+        # Which functions: those of the frameworks that holmes patches. Without --check, only the source
+        # files of the frameworks are read, which is faster and runs nothing of them.
         help="import the frameworks and check the real functions, not their source",
     )
     parser.add_argument(
@@ -125,6 +127,8 @@ def add_parser(subparsers: Any) -> None:
         metavar="S",
         help="wait S seconds for the other nodes of a launcher (default: 60)",
     )
+    # The JSON of one node is what --nodes reads: `holmes doctor --json > a0.json` on each node, then
+    # `holmes doctor --nodes *.json` on one of them.
     parser.add_argument(
         "--json", action="store_true", help="print JSON, for one node in the format of --nodes"
     )

@@ -140,9 +140,10 @@ def _measure_all(args: argparse.Namespace, process: Process) -> _Measured:
         dist.init_process_group("nccl" if has_gpu else "gloo")
         current = session.require()
         cluster_pairs = crossings.measure(current, print_progress)
-        # Flat: the clusters are connected as well as nodes of one cluster. The file describes no
-        # network between them, and the measured rates are those of the NICs. Then Ethernet is
-        # measured across clusters, too, otherwise only inside one.
+        # Flat: nodes of different clusters reach each other as fast as nodes of the same cluster.
+        # This holds if the file describes no network between the clusters, and the measured rates
+        # between clusters are about those of the NICs. On a flat network, Ethernet is measured
+        # between nodes of different clusters, too. Otherwise it is measured inside clusters only.
         is_flat = not current.site.wan and crossings.is_flat(current.site, cluster_pairs)
         largest_bytes = int(args.largest * 2**20)
         fabrics = probe.measure(current, largest_bytes, tell=print_progress, flat=is_flat)

@@ -57,11 +57,13 @@ def worth_figure(
     verdict: str,
     width: float = WIDE,
 ) -> Any:
-    """Draw tokens/s of joined jobs over `every`, a line for each way to choose the other settings.
+    """Draw tokens/s of joined jobs over the setting `every`, compared with single jobs.
 
     The model is exchanged in `fragments`, each of them once in `every` inner steps, and its
-    aggregate is applied `delay` inner steps after it was sent. Points are filled if training never
-    waits for a round. Horizontal lines show the alternatives: single jobs.
+    aggregate is applied `delay` inner steps after it was sent. There are three lines, which differ
+    in `fragments` and `delay`: both by default, the longest possible delay, or the most fragments
+    (over_every). Points are filled if training never waits for a round. Horizontal lines show the
+    alternatives: single jobs.
 
     Args:
         rounds: Forecasts for joined jobs.

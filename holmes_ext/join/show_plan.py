@@ -325,7 +325,11 @@ class JoinedForecast:
         return rows
 
     def figure(self, width: float = WIDE) -> Any:
-        """Return a matplotlib figure of tokens/s over `every`, in inner steps."""
+        """Return a matplotlib figure of tokens/s over the setting `every`.
+
+        `every` is the number of inner steps from one exchange of a part of the model to the next
+        exchange of the same part.
+        """
         choices = self.choices()
         single_jobs = {
             choice.name: choice.tokens_per_second
@@ -335,13 +339,17 @@ class JoinedForecast:
         return worth_figure(self.rounds, self.tokens, single_jobs, self.verdict(), width)
 
     def verdict(self) -> str:
-        """Return the recommended way to train, and whether the loss of joined jobs was measured."""
+        """Return the recommended way to train.
+
+        Ways whose loss no benchmark has measured are not recommended. If the loss of so many joined
+        jobs was not measured, the text adds this, as the reason why they are not recommended.
+        """
         if self.unfinished_searches():
             return "no recommendation: a search was not finished"
         measured = [choice for choice in self.choices() if choice.loss != NOT_MEASURED]
         best = max(measured, key=lambda choice: choice.tokens_per_second)
         text = f"recommended: {best.name}"
-        if len(self.rounds.jobs) not in _LOSS_OF_JOINED:
+        if len(self.rounds.jobs) not in _LOSS_OF_JOINED:  # then choices() has no such way
             text += f"; the loss of {len(self.rounds.jobs)} joined jobs was not measured"
         return text
 
@@ -377,10 +385,11 @@ class JoinedForecast:
         """Return the section of the HTML page about joined jobs, as HTML fragments.
 
         It follows the plan of one job that spans the clusters, and has the same parts as the text of
-        show(). In addition, a picture draws tokens/s against `every`: inner steps from one exchange
-        of a part of the model to its next one.
+        show(). In addition, a picture draws tokens/s against `every`: the number of inner steps from
+        one exchange of a part of the model to the next exchange of the same part.
         """
         return [
+            # "its": of the one job that spans the clusters, whose plan is above.
             heading("Joined jobs in its place, one in each cluster"),
             table([column.name for column in CHOICES], self.choice_rows()),
             paragraphs([*self.advice(), self.job_step_times() + "."]),

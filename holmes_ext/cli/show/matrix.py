@@ -31,7 +31,13 @@ def show_wan(site: Site, notes: Sequence[str] = ()) -> None:
 
 
 def wan_table(site: Site) -> tuple[list[Column], list[list[str]]]:
-    """Return the columns and the rows of the table: a cell has the rate that all traffic shares."""
+    """Return the columns and the rows of the table, with a row for each sending cluster.
+
+    The column "uplink" has the rate of the cluster's uplink, which its traffic to all other clusters
+    shares; "" if it has none. The other columns are the receiving clusters. Their cells have the rate
+    and the latency of the path in this direction, such as "10 Gb/s 20 ms". All flows from the one
+    cluster to the other share this rate.
+    """
     columns = [Column("cluster"), Column("uplink", right=True)]
     # On a narrow terminal, the cells of these columns are wrapped to 8 characters. If that is
     # not enough, columns are left out, the last cluster first (the largest `drop`).

@@ -50,16 +50,27 @@ class RollingRounds:
     question: ClassVar[str] = "next"
 
     def __init__(self, state: RunState, rounds: Rounds, versions: Versions, awaited: AwaitedPeers):
+        """Begin without requests.
+
+        Args:
+            state: State of the run, with its jobs and rounds.
+            rounds: Opens and ends rounds.
+            versions: Finds jobs whose weights are outdated.
+            awaited: Not used here, because no round waits for jobs that have yet to join. Both kinds
+                of rounds are made with the same arguments; lock_step.py uses it.
+        """
         self._state = state
         self._rounds = rounds
         self._versions = versions
         self._request_times: dict[str, float] = {}  # job -> time of its last request
-        # Job -> its last request; without its offers once it is answered (_forget_offers).
+        # Job -> its last request. Its offers are the pseudo-gradients that the job could send now; they
+        # are removed once the request is answered (_forget_offers).
         self._reports: dict[str, NextReport] = {}
         # Fragment -> time of its first offer. It is reset when a round of the fragment begins, or when no job
         # offers it any more.
         self._first_offer_times: dict[int, float] = {}
-        # Fragment -> time at which enough jobs (a quorum) offered it; its grace period begins then.
+        # Fragment -> time at which enough jobs (a quorum) offered it. Then its grace period begins, in
+        # which the round waits for offers of further jobs.
         self._quorum_times: dict[int, float] = {}
 
     @staticmethod
@@ -70,10 +81,12 @@ class RollingRounds:
     def answer(self, name: str, report: NextReport, now: float) -> Reply | None:
         """Return the reply to a job that asks for its next round; None: nothing for it to do yet.
 
-        Each job polls with this request. The replies, in order of precedence: "go" or "void" of the
-        last round; "behind" if the job must first take newer weights from another job; "void" if
-        its offer is unusable; "go" if this request makes enough offers of a fragment for a new
-        round.
+        Each job polls with this request. The first of these replies that applies is returned:
+
+        1. "go" if the job is a member of the current round, or "void" if that round has failed
+        2. "behind" if the job must first take newer weights from another job
+        3. "void" if the job offers a pseudo-gradient that cannot be used
+        4. "go" for a new round, which begins if enough jobs now offer the same fragment
 
         Args:
             name: Name of the job.
@@ -93,12 +106,13 @@ class RollingRounds:
         """Store a request, and return the reply to it; see answer()."""
         state = self._state
         member = state.member(name)
-        if sits_out(state, member, state.number + 1):  # because it was late repeatedly
+        # A job that was late repeatedly takes no part in the next rounds (lateness.py).
+        if sits_out(state, member, state.number + 1):
             return None
-        member.state = "in"
+        member.state = "in"  # it takes part in the run
         self._request_times[name] = now
         self._reports[name] = report
-        if reply := self._reply_of_last_round(name):
+        if reply := self._reply_of_newest_round(name):
             return reply
         last_round = state.rounds.get(state.number)
         if last_round is not None and not last_round.outcome:  # a round of other jobs is under way
@@ -109,10 +123,10 @@ class RollingRounds:
         if why := _unusable_offer(report):
             return {"verdict": "void", "round": state.number, "why": why, "left_out": {name: why}}
         self._begin_round_with_quorum(now)
-        return self._reply_of_last_round(name)
+        return self._reply_of_newest_round(name)  # of the round that has just begun, if any
 
-    def _reply_of_last_round(self, name: str) -> Reply | None:
-        """Return what a job must be told about the last opened round; None: nothing.
+    def _reply_of_newest_round(self, name: str) -> Reply | None:
+        """Return what a job must be told about the round that was opened last; None: nothing.
 
         Returns:
             "go" if the job is a member of the round and the round is not over. "void", only once,
@@ -251,8 +265,9 @@ class RollingRounds:
             contributors: Jobs that send their pseudo-gradients.
             members: All active jobs whose model weights are up to date, contributors or not. They
                 receive the sum of the pseudo-gradients.
-            candidates: The members, and the jobs that are left out because of failed pairs. At least half
-                of these must contribute usable pseudo-gradients.
+            candidates: The members, and the jobs that are left out because they and another job cannot
+                exchange data (a failed pair). At least half of the candidates must contribute usable
+                pseudo-gradients.
             now: Current time, in seconds.
         """
         round_state = self._rounds.open(self._state.number + 1, fragment, now)
@@ -275,8 +290,8 @@ class RollingRounds:
         factors = weights_in_sum(round_state, ranks, outer_settings(contributors), usual_norms)
         has_begun = self._rounds.begin_exchange(round_state, members, factors, candidates, now)
         # If too few of the pseudo-gradients count, the round is void and the offers stay, for a
-        # later round. Otherwise forget since when this fragment was offered, by any job and by
-        # enough jobs: both times determine when a round begins.
+        # later round. Otherwise the fragment's next round begins with new offers, so both times
+        # that decide when a round begins are forgotten: of the first offer, and of the quorum.
         if has_begun:
             self._first_offer_times.pop(fragment, None)
             self._quorum_times.pop(fragment, None)

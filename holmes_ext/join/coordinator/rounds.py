@@ -53,10 +53,11 @@ class Rounds:
         electorate: Collection[Member],
         now: float,
     ) -> bool:
-        """Begin the exchange of pseudo-gradients, or void the round if too few of them count.
+        """Begin the exchange of pseudo-gradients, or void the round if too few jobs contribute one.
 
-        Only jobs in `weights` count. There must be at least half as many as in `electorate`, and as many as
-        its jobs' setting `min` says (least_jobs). Of an electorate of 5 with min=2, at least 3 must count.
+        The jobs in `weights` contribute. They must be at least half of the jobs in `electorate`, and at
+        least as many as the setting `min` of these jobs demands (least_jobs). Of an electorate of 5 with
+        min=2, at least 3 must contribute.
 
         Args:
             round_state: The round.
@@ -75,8 +76,10 @@ class Rounds:
             member.name: weights.get(member.name, 0.0) / total for member in members
         }
         round_state.electorate = {member.name for member in electorate}
-        least_contributors = least_jobs(electorate)  # the jobs that count: those with a weight
+        least_contributors = least_jobs(electorate)
         if weights and len(weights) >= least_contributors:
+            # Pairs of members that have no working connection (failed pairs) send their data through
+            # a relay.
             round_state.relayed = self._state.failed_pairs.relayed(round_state.members, now)
             round_state.attempt = 1  # the members get "go"
             round_state.exchange_begin = now

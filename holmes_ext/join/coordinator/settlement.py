@@ -341,11 +341,16 @@ class Settlement:
 
         Members without a report are silent for too long once the last report of any member is older than
         the median of all members' timeouts. A quarter of this median is enough if all others have reported
-        that they could not reach the silent members: their exchange has waited for these already.
+        that they could not reach the silent members: during the exchange, the others have already waited
+        for the silent members.
 
         The members that have reported may be the faulty ones: one whose connections are broken reports at
         once that it reached nobody, while all others still wait for its data. So if the silent members are
-        half of the round or more, they also get the time that such a wait takes (_HALF_SILENT_SHARE).
+        half of the round or more, they are not lost before a wait for the data of a faulty member would
+        have ended (_HALF_SILENT_SHARE).
+
+        After the exchange, a check compares what the members received (check_number > 0). The two rules
+        above, on members that could not be reached and on half of the round, hold for the exchange only.
 
         Args:
             round_state: The round.
@@ -413,14 +418,18 @@ class Settlement:
     def _begin_attempt(
         self, round_state: RoundState, members: dict[str, float], now: float
     ) -> None:
-        """Begin another exchange; the reports of the last one are void.
+        """Begin the next attempt of a round's exchange: its members send all data once more.
+
+        Everything that was recorded about the last attempt is reset: the members' reports, the number
+        of the check that compares what they received, and the members that this check excluded.
 
         Args:
             round_state: The round.
-            members: Job -> share of its pseudo-gradient in the sum.
+            members: Members of the new attempt: job -> share of its pseudo-gradient in the sum.
             now: Current time, in seconds.
         """
         round_state.members = members
+        # Pairs of members that have no working connection send their data through a relay.
         round_state.relayed = self._state.failed_pairs.relayed(members, now)
         round_state.attempt += 1
         round_state.attempt_begin = now

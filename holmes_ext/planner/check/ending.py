@@ -86,7 +86,7 @@ def _agree(current: Session, status: int) -> int:
     The rank that hosts the store returns when all ranks have the status, or after _ALL_S seconds.
 
     Args:
-        current: The session of this process.
+        current: The session of this process, with its store: keys and values that all ranks share.
         status: The exit status on rank 0; not used on the other ranks.
 
     Raises:
@@ -99,7 +99,11 @@ def _agree(current: Session, status: int) -> int:
         if current.rank == 0:
             current.store.set(status_key, str(status))
         stored = wait_for_value(current.store, status_key, _STATUS_S)
+        # Each rank counts itself. With the last of them, append_entry() sets the key "ended/all".
         append_entry(current.store, f"{prefix}/ended", b"", count=1, total=process.world_size)
+        # The launcher's rank 0 hosts the store. (Its ranks are process.rank; current.rank is the rank
+        # that holmes has given to this process.) With agent_store, torchrun's agent hosts it instead,
+        # which ends after all ranks.
         hosts_store = process.rank == 0 and not process.agent_store
         if hosts_store:
             wait_for_value(current.store, f"{prefix}/ended/all", _ALL_S)

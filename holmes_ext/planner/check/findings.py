@@ -53,14 +53,17 @@ class NetworkRate(NamedTuple):
 
 @dataclass(frozen=True)
 class Findings:
-    """Facts about a started job, for the report."""
+    """Facts about a started job, which the report of --holmes-check shows (report.py).
 
-    site: Site
+    They are read from the plan and the NICs; nothing here is predicted.
+    """
+
+    site: Site  # clusters, nodes and networks
     sizes: Sizes | None  # None if neither flags nor options give them
     placed: tuple[PlacedNodes, ...]
     networks: tuple[GroupsOnNetwork, ...]
     rates: tuple[NetworkRate, ...]
-    problems: tuple[str, ...]  # one line each
+    problems: tuple[str, ...]  # a line for each port that does not work
 
 
 def find(current: Session) -> Findings:
@@ -145,10 +148,10 @@ def _range_text(first: int, last: int) -> str:
 def _group_networks(plan: Plan) -> Iterable[GroupsOnNetwork]:
     """Yield the networks of all planned groups with two or more ranks, and the number of groups on each.
 
-    Without parallel sizes, the groups of the program are not known. Then the groups of all ranks of
-    each cluster stand for those inside a cluster.
+    Without parallel sizes, the program's data, pipeline and other groups are not known. Then one
+    group for each cluster, of all ranks in it, shows which network a group inside this cluster uses.
     """
-    groups = list(plan.groups())
+    groups = list(plan.groups())  # without sizes, only the group of all ranks, "world"
     if plan.sizes is None:
         clusters = plan.by_cluster(range(plan.world_size))
         groups = [("inside a cluster", tuple(ranks)) for ranks in clusters.values()] + groups

@@ -65,7 +65,10 @@ class Prediction:
 
 
 def predict(current: Session, words: Sequence[str]) -> Prediction:
-    """Return the predicted steps of a job.
+    """Return the predicted steps of a job: as it is, without holmes, and with a better layout.
+
+    The job's own layout is simulated. Then a short search looks for other parallel sizes that are
+    faster.
 
     Args:
         current: The session of rank 0.
@@ -84,14 +87,15 @@ def predict(current: Session, words: Sequence[str]) -> Prediction:
     job = replace(job, options=current.options, engine=current.engine, sizes=sizes)
     network = Network(current.site, Links.of_spec(spec))
     try:
+        # Simulates the given plan; its only candidate, `best`, is the job as it is.
         layout = alone(current.plan_for(sizes), network, job, job.known_model)
-        seconds = times(layout, layout.best)
+        seconds = times(layout, layout.best)  # step times with holmes and without it, by name
     except (HolmesError, TimeIsOver) as error:
         return Prediction(missing=f"no prediction: {error}", lines=job.lines)
     return Prediction(
         step_s=seconds["step_seconds"],
         stock_s=seconds["stock_step_seconds"],
-        worst_error=worst_error(),
+        worst_error=worst_error(),  # of simulated against measured steps, in all benchmarks
         better=_better_layout(layout, args, job),
         lines=job.lines,
     )
@@ -120,11 +124,16 @@ def _spec_of(current: Session) -> SiteSpec:
 
 
 def _spec_of_reports(site: Site) -> SiteSpec:
-    """Return the description of a site that was made from the NICs of its nodes."""
+    """Describe the clusters as a cluster.toml would, for a job that has no such file.
+
+    Args:
+        site: Clusters, nodes and networks, as the nodes have reported their NICs.
+    """
     ethernet = site.fabric_by_name[ETHERNET]
     clusters = []
     for cluster in site.clusters:
         nodes = [node for node in site.nodes if node.cluster == cluster]
+        # The ports of a node are in the order of their rates. All nodes of a cluster have the same.
         fastest = site.fabric_by_name[nodes[0].ports[0].fabric]
         clusters.append(
             ClusterSpec(
@@ -154,15 +163,18 @@ def _better_layout(
 
     Args:
         layout: Result whose best plan is the job as it is.
-        args: Arguments of `holmes plan`.
+        args: Arguments with which `holmes plan` would describe the job (_plan_arguments).
         job: The job.
     """
-    limits = limits_of(args, job)
+    limits = limits_of(args, job)  # of the search space
     request = asked_for(layout.network, job, layout.global_batch, limits)
     request = replace(request, user_layout=layout.best)
     try:
-        # prove=False: only the first look, which starts no processes.
-        result = compared(search(request, SEARCH_S, prove=False), limits)
+        # prove=False: only the fast heuristic part of the search runs. The part that proves how far
+        # the best plan is from the optimum would start processes.
+        found = search(request, SEARCH_S, prove=False)
+        # The job's own layout becomes the best plan if the search found nothing faster.
+        result = compared(found, limits)
     except HolmesError:  # nothing else fits
         return None
     best = result.best
@@ -177,12 +189,17 @@ def _better_layout(
 
 
 def _changes(result: SearchResult, args: argparse.Namespace, job: Training) -> list[str]:
-    """Return what to change in the command line for the best plan; [] if the framework is not known."""
+    """Return what to change in the command line for the best plan; [] if the framework is not known.
+
+    Each line names flags to remove, to change or to add.
+    """
+    # Framework -> how to start the plan. plan="": by flags alone, without a plan file.
     launches = start.launches_of(result, args, job, plan="")
     if len(launches) > 1:  # one for each framework, because the command does not show which it is
         return []
     (changes,) = start.launch_lines(launches).values()
     if not job.options.cluster:
+        # The job runs without a cluster.toml; _NO_CLUSTER_FILE only filled in for it.
         flag = f" --holmes-cluster {_NO_CLUSTER_FILE}"
         changes = [change.replace(flag, "") for change in changes]
     return changes

@@ -124,13 +124,16 @@ def _draw_links(axis: Any, site: Site, position: Mapping[str, tuple[float, float
 
 
 def draw_what_if(result: SearchResult, width: float = WIDE) -> Any:
-    """Return a figure with the step time by the rate and by the latency between two or more clusters.
+    """Return a figure of the step time over the network between clusters, in two panels.
 
-    It shows the best plan and the job without holmes (stock.baseline), simulated if the plan is. If
-    the site does not describe links between clusters (a WAN), the rate of a node's Ethernet changes.
+    The first panel varies the rate between the clusters, the second one the latency. If the site
+    does not describe links between clusters (a WAN), the first one varies the rate of a node's
+    Ethernet. Each panel has a curve for the best plan and one for the same job without holmes, with
+    which all tables and pictures compare it (baseline() of stock.py). The step times are simulated if
+    the best plan's is; else they come from the closed form, a formula.
     """
     plt = pyplot()
-    site = result.network.measured
+    site = result.network.measured  # with measured rates where there are any
     best = result.best
     rows, columns = (2, 1) if is_narrow(width) else (1, 2)
     figure, (by_rate_axis, by_latency_axis) = plt.subplots(
@@ -172,7 +175,12 @@ def draw_what_if(result: SearchResult, width: float = WIDE) -> Any:
 
 
 def _what_if(result: SearchResult) -> tuple[list[StepTimes], list[StepTimes]]:
-    """Return the step times of the plan and of stock for each of FACTORS, and for each of LATENCIES."""
+    """Return the step times on changed networks between the clusters, with and without holmes.
+
+    Returns:
+        Two lists: step times for each of FACTORS on the rates between the clusters, and for each of
+        LATENCIES between them.
+    """
     best = result.best
     site = result.network.measured
     by_rate = [with_ethernet(result, best, factor) for factor in FACTORS]

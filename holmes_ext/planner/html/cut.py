@@ -17,11 +17,17 @@ Row = tuple[str, list[tuple[str, float, float]]]
 
 
 class Cut(NamedTuple):
-    """Part of a step that is not drawn, in seconds from the step's start."""
+    """Part of a step that is not drawn, in seconds from the step's start.
+
+    A short gap is drawn in its place, and all that comes later is moved to the left:
+
+        time of the step      0 ...... start ............... end ...... step's end
+        as it is drawn        0 ...... start [gap] ...... step's end
+    """
 
     start: float
     end: float
-    gap: float  # drawn in place of the part
+    gap: float  # width of the gap, in seconds of the axis
 
     @property
     def seconds(self) -> float:
@@ -42,24 +48,36 @@ class Cut(NamedTuple):
         return result
 
     def mark(self, axis: Any, seconds: float) -> None:
-        """Draw the gap on an axis, and name its two ends and the end of the step (`seconds`)."""
+        """Draw the gap on an axis, and label where it begins and where the step ends.
+
+        Args:
+            axis: Axes of the timeline.
+            seconds: Duration of the whole step, with the part that is not drawn.
+        """
+        drawn_end = seconds - self.seconds  # position on the axis of the step's end
         axis.axvspan(self.start, self.start + self.gap, color=PAPER, zorder=3)
         for x in (self.start, self.start + self.gap):
             axis.axvline(x, color=INK, lw=1, ls=":", zorder=4)
         ticks = {
             0.0: "0",
             self.start: f"{self.start:.3g}",
-            seconds - self.seconds: f"{seconds:.4g}",
+            drawn_end: f"{seconds:.4g}",
         }
         axis.set_xticks(list(ticks), list(ticks.values()))
 
 
 def cut_of(rows: Sequence[Row], chunks: int) -> Cut | None:
-    """Return the part of a step to leave out, or None if it has few micro-batches.
+    """Return the part of a step to leave out of a timeline, or None to draw the whole step.
+
+    The part is the middle of the step. It begins when all rows have ended the forward passes of the
+    first END_MICRO_BATCHES micro-batches. It ends when the first row begins the backward passes of the
+    last END_MICRO_BATCHES ones. The whole step is drawn if a row has MANY_MICRO_BATCHES micro-batches or
+    fewer, or if the part would end before it begins.
 
     Args:
         rows: Rows of the timeline.
-        chunks: Passes of a micro-batch on a stage, in each direction.
+        chunks: Chunks of layers on each stage (interleaved schedule). A micro-batch passes each of
+            them once forward and once backward.
     """
     starts, ends = [], []
     passes_at_end = END_MICRO_BATCHES * chunks
@@ -74,4 +92,5 @@ def cut_of(rows: Sequence[Row], chunks: int) -> Cut | None:
         return None
     start, end = max(starts), min(ends)
     last_end = max(span[2] for _, spans in rows for span in spans)
-    return Cut(start, end, gap=_GAP_SHARE * (start + last_end - end))
+    drawn_s = start + last_end - end  # before and after the part
+    return Cut(start, end, gap=_GAP_SHARE * drawn_s)

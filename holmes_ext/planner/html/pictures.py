@@ -178,9 +178,9 @@ def placement_figure(
         rows, columns, figsize=(width, 3.0 * rows + 0.9), squeeze=False, layout="constrained"
     )
     used = {ETHERNET}  # kinds of networks in the picture
-    for axis, (title, site, nodes, chooses) in zip(axes.flat, panels):
+    for axis, (title, site, nodes, groups_use_best_nic) in zip(axes.flat, panels):
         axis.set_title(title, fontsize=MEDIUM)
-        _placement_panel(axis, site, nodes, chooses, sizes)
+        _placement_panel(axis, site, nodes, groups_use_best_nic, sizes)
         used |= {site.fabric_by_name[name].kind for node in site.nodes for name in node.fabrics}
     handles = [
         plt.Line2D([], [], color=color, lw=3, label=kind)
@@ -202,7 +202,7 @@ def legend(figure: Any, handles: Sequence[Any], width: float) -> None:
 
 
 def _placement_panel(
-    axis: Any, site: Site, nodes: Sequence[str], chooses: bool, sizes: Sizes
+    axis: Any, site: Site, nodes: Sequence[str], groups_use_best_nic: bool, sizes: Sizes
 ) -> None:
     """Draw the placement of one panel.
 
@@ -210,7 +210,9 @@ def _placement_panel(
         axis: Axes to draw on.
         site: Clusters, nodes and networks.
         nodes: Names of the nodes in rank order; the figure assumes one rank on each node.
-        chooses: Each group uses its best NIC; else all use Ethernet.
+        groups_use_best_nic: Whether each group uses the fastest network that its nodes share, as with
+            holmes. Otherwise all use Ethernet, unless the site has only one cluster.
+        sizes: Parallel sizes.
     """
     boxes = _cluster_boxes(site)
     height = max(len(members) for _, members in boxes)
@@ -226,7 +228,7 @@ def _placement_panel(
         axis.text(x, height - 0.28, f"{cluster} ({kind})", ha="center", va="bottom", fontsize=SMALL)
         for row, name in enumerate(members):
             position[name] = (x, height - 1 - row)
-    uses_best_nic = chooses or len(site.clusters) == 1
+    uses_best_nic = groups_use_best_nic or len(site.clusters) == 1
     for pairs, width, style in _group_lines(nodes, sizes):
         # The fastest network that all nodes of the group share.
         kind = site.shared_fabric({name for pair in pairs for name in pair}).kind
@@ -380,13 +382,15 @@ def timeline(
 ) -> Any:
     """Return a figure of timelines; rows of more than MANY spans show shares of the time.
 
-    Of more than MANY_MICRO_BATCHES micro-batches, the first and the last END_MICRO_BATCHES are drawn.
+    If a step has more than MANY_MICRO_BATCHES micro-batches, its middle is not drawn: only the first
+    END_MICRO_BATCHES micro-batches are, and as many at its end (cut.py).
 
     Args:
         panels: Title of the panel -> (rows, seconds of the step).
         label: Label of the time axis.
         width: Of the figure, in inches.
-        chunks: Passes of a micro-batch on a stage, in each direction.
+        chunks: Chunks of layers on each stage (interleaved schedule). A micro-batch passes each of
+            them once forward and once backward.
     """
     plt = pyplot()
     height = 0.32 * max(len(rows) for rows, _ in panels.values()) + 1.0
@@ -437,7 +441,10 @@ class _Drawn(NamedTuple):
 
     @classmethod
     def of(cls, title: str, rows: list[Row], seconds: float, chunks: int) -> _Drawn:
-        """Return a panel, without the middle of a step of very many micro-batches."""
+        """Return a panel; the middle of a step with more than MANY_MICRO_BATCHES is cut out.
+
+        A note about the cut is added to the title. The arguments are those of timeline().
+        """
         cut = cut_of(rows, chunks)
         if cut is None:
             return cls(title, rows, seconds, cut)

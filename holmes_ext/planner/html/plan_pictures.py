@@ -133,7 +133,8 @@ def _nodes_of(result: SearchResult, stage: int, letters: int) -> str:
 def step(result: SearchResult, width: float = WIDE) -> Any:
     """Return a figure with the timeline of a simulated step, with a row for each stage.
 
-    One panel is of this plan, one of the same job without holmes (stock.baseline).
+    One panel is of the best plan. The other is of the job without holmes ("stock") with which all
+    tables and pictures compare the best plan.
     """
     stock = baseline(result)
     panels = {}
@@ -228,7 +229,10 @@ PAINTED: dict[str, Callable[..., Any]] = {
 
 
 def painted(result: SearchResult) -> dict[str, Callable[..., Any]]:
-    """Return the pictures of PAINTED without those that say nothing about one cluster."""
+    """Return the pictures of PAINTED: name of the picture -> function that draws it.
+
+    For a site of a single cluster, the picture of other rates between clusters is left out.
+    """
     has_one_cluster = len(result.network.site.clusters) == 1
     return {
         name: paint for name, paint in PAINTED.items() if name != "ethernet" or not has_one_cluster

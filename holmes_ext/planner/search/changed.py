@@ -65,10 +65,12 @@ def with_site(
     links = replace(links or result.network.links, pairs=())
     changed = result.on(Network(site, links))
     if candidate.simulated_s:
+        # folded_s(): simulates few micro-batches, from which the time of the whole step follows.
         step_s = folded_s(job_of(changed, candidate))
     else:
         step_s = estimate(changed.costs(candidate), candidate.split).step_s
-    # The sizes of stock are those of the tables: baseline().
+    # The job without holmes has the parallel sizes of the layout that the user gave (user_layout) or
+    # else of the plan, as in the tables and pictures.
     _, stock = stock_like(changed, result.user_layout or candidate)
     return StepTimes(step_s, stock.step_s)
 

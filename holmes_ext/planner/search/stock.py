@@ -188,7 +188,7 @@ def baseline(result: SearchResult) -> Baseline:
 
 
 def stock_name(result: SearchResult) -> str:
-    """Return the name of baseline() in tables and pictures."""
+    """Return the name by which tables and pictures call the job without holmes."""
     return "your layout, stock" if result.user_layout else "stock, same sizes"
 
 
@@ -198,7 +198,12 @@ def plan_name(result: SearchResult) -> str:
 
 
 def plan_names(result: SearchResult) -> dict[str, str]:
-    """Return the names of the plans of reasons() in tables and pictures."""
+    """Return the names by which tables and pictures call the plans that reasons() compares.
+
+    Returns:
+        Key of a plan in the result of reasons() ("holmes", "yours" or "stock") -> name, such as
+        "this plan" for "holmes".
+    """
     return {"holmes": plan_name(result), "yours": "your layout", "stock": stock_name(result)}
 
 

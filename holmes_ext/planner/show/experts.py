@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="which rank gets which expert, for --holmes-experts",
     )
-    # If EPLB (DeepSeek's heuristic) gives a cluster more than this, EPLB's load is the limit.
+    # EPLB is DeepSeek's heuristic for placing experts. If its placement gives a cluster more than X
+    # times the mean, the limit of this cluster is what EPLB gives it.
     add(
         "--experts-balance",
         type=float,
@@ -48,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="a cluster gets at most X times the mean number of tokens (default: 1.1; or what EPLB gives it)",
     )
-    # By default the experts are divided evenly over the ranks, and must fit there.
+    # Default: the number of experts divided by the number of ranks, which each rank must hold in
+    # any case ("as many as must").
     add(
         "--experts-per-rank",
         type=int,

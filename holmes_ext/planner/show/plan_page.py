@@ -17,7 +17,7 @@ from holmes_ext.planner.html.pictures import chart
 from holmes_ext.planner.launch_flags import Launch, added
 from holmes_ext.planner.search.explain import thin_stages
 from holmes_ext.planner.search.result import SearchResult
-from holmes_ext.planner.show import search_table as shown
+from holmes_ext.planner.show import search_table
 from holmes_ext.planner.show.start import CANNOT, launch_lines
 
 
@@ -32,34 +32,35 @@ def document(
 
     Args:
         starts: Framework -> how to start the plan.
-        besides: Name -> forecast that an extension shows beside the plan.
+        besides: Name -> forecast that an extension shows beside the plan, such as one for joined
+            jobs. Each adds a section to the page.
     """
     best = result.best
     is_layout_only = result.user_layout is best  # without a search, the layout is the only plan
-    why_title, head, rows = shown.why_table(result)
+    why_title, head, rows = search_table.why_table(result)
     optimality_gap = []
     if not is_layout_only:
         optimality_gap.append(f"{best.step_s:.4g} s a step: {result.optimality_gap}.")
-    placement = f"Stages on {result.describe(best)}; layers {shown.split_text(best.split)}."
+    placement = f"Stages on {result.describe(best)}; layers {search_table.split_text(best.split)}."
     # "placement", "clusters", "timeline", "ethernet" -> the picture as HTML
     drawn = {
         name: chart(partial(paint, result), name)
         for name, paint in pictures.painted(result).items()
     }
-    what_if = []  # nothing is between the clusters of one
+    what_if = []  # stays empty if there is only one cluster, and so no network between clusters
     if "ethernet" in drawn:
         what_if = [
             heading("What if the network between the clusters were another"),
             drawn["ethernet"],
         ]
-    seconds_by_cause = partial(pictures.seconds, shown.named_reasons(result))
+    seconds_by_cause = partial(pictures.seconds, search_table.named_reasons(result))
     plan_count = 0 if is_layout_only else args.rows
-    plan_rows = [shown.row_cells(*row) for row in shown.ranked(result, plan_count)]
+    plan_rows = [search_table.row_cells(*row) for row in search_table.ranked(result, plan_count)]
     return page(
         "holmes plan",
-        heading(shown.title(result), 1),
-        paragraphs([*optimality_gap, *shown.why_lines(result), *job.lines]),
-        *(part for beside in besides.values() for part in beside.page_parts()),
+        heading(search_table.title(result), 1),
+        paragraphs([*optimality_gap, *search_table.why_lines(result), *job.lines]),
+        *(part for forecast in besides.values() for part in forecast.page_parts()),
         heading("Start it"),
         *_launches(result, args, starts),
         heading("Placement"),
@@ -68,20 +69,25 @@ def document(
         drawn["clusters"],
         *_links(result),
         heading("One step"),
-        paragraphs([*shown.stage_link_lines(result, best), *thin_stages(result, best)]),
+        paragraphs([*search_table.stage_link_lines(result, best), *thin_stages(result, best)]),
         drawn["timeline"],
         heading(why_title.capitalize()),
         chart(seconds_by_cause, "seconds by cause"),
         table(head, rows, strong=-1),  # the last row, the sum of all causes, is bold
         *what_if,
         heading("Your layout" if is_layout_only else "The plans found"),
-        table([column.name for column in shown.COLUMNS], plan_rows),
-        paragraphs([shown.LEGEND]),
+        table([column.name for column in search_table.COLUMNS], plan_rows),
+        paragraphs([search_table.LEGEND]),
     )
 
 
 def _links(result: SearchResult) -> list[str]:
-    """Return the table of the links between all clusters, also of those that the plan leaves out."""
+    """Return the table of the links between all clusters, also of those that the plan leaves out.
+
+    Returns:
+        HTML fragments: the table's title as a paragraph, and the table. [] if cluster.toml describes
+        no network between the clusters.
+    """
     site = (result.on_all or result).network.measured
     if not site.wan:
         return []

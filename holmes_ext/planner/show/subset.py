@@ -76,12 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--idle",
         metavar="slurm|LIST",
+        # LIST has names of nodes, such as "a[0-7],b3".
         help="with --nodes: only of these, a[0-7],b3, or those that Slurm has idle (default: every node)",
     )
     add(
         "--as",
         dest="form",
         choices=FORMS,
+        # The chosen nodes in a form to copy. sbatch: options of Slurm's command; hetjob: options of a
+        # heterogeneous Slurm job; hostfile: a file for MPI; kubernetes: a node affinity.
         help="with --nodes: print only this: for sbatch, as a heterogeneous job, for MPI, a node affinity",
     )
 

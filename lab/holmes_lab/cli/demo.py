@@ -93,11 +93,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--joined",
         action="store_true",
+        # The link between the jobs has 40 ms of latency and 20 Mb/s. One job is killed and restarted.
         help="two jobs train one model over 40 ms and 20 Mb/s, one of them killed and back",
     )
     parser.add_argument(
         "--gpu",
         action="store_true",
+        # It prints the networks that NCCL chose, the bytes that each NIC sent, and the losses.
         help="on emulated GPUs, over NCCL: its networks, each NIC's bytes and the losses, "
         "stock and holmes (needs the CUDA build of torch, g++ and NCCL's source: `make "
         ".venv-gpu`)",

@@ -186,6 +186,8 @@ def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
 def _report(rows: list[list[str]], result: dict[str, Any]) -> str:
     """Return the report as one HTML page: the losses over time, the table, and the coordinator's messages.
 
+    The messages of committed rounds are left out, because there are many; the page has their number.
+
     Args:
         rows: Rows of the table, one for each start of a job.
         result: Document of _run_jobs(). Its "jobs" are "east", the killed "west", and the restarted "west".
@@ -193,8 +195,8 @@ def _report(rows: list[list[str]], result: dict[str, Any]) -> str:
     incarnations = [
         Incarnation(
             job=job["job"],
-            end=job["to"],
-            steps=job["seconds"],
+            end=job["to"],  # in seconds since the demo began
+            steps=job["seconds"],  # duration of each step
             losses=job["losses"],
             killed=number == _KILLED_JOB,
         )
