@@ -46,7 +46,8 @@ from holmes_ext.planner.show.layout import asked_for, global_batch, limits_of
 from holmes_ext.units import format_seconds
 from holmes_ext.words import counted
 
-FORMS = ("sbatch", "hetjob", "hostfile", "kubernetes")  # output formats of --as
+#: Output formats of --as, in the order of its help: options of sbatch, of a heterogeneous job, ...
+FORMS = ("sbatch", "hetjob", "hostfile", "kubernetes")
 #: Shares of the time limit, if the parallel sizes are free: for sizes on ideal nodes, and again for sizes on
 #: the best subsets in the end. If the sizes are given: for the best subsets in the end.
 SIZES_SHARE = 0.3
@@ -76,15 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--idle",
         metavar="slurm|LIST",
-        # LIST has names of nodes, such as "a[0-7],b3".
         help="with --nodes: only of these, a[0-7],b3, or those that Slurm has idle (default: every node)",
     )
     add(
         "--as",
         dest="form",
         choices=FORMS,
-        # The chosen nodes in a form to copy. sbatch: options of Slurm's command; hetjob: options of a
-        # heterogeneous Slurm job; hostfile: a file for MPI; kubernetes: a node affinity.
         help="with --nodes: print only this: for sbatch, as a heterogeneous job, for MPI, a node affinity",
     )
 
