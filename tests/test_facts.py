@@ -29,8 +29,6 @@ DOCS_PAGE = re.compile(r"(?<![\w./-])(?<!topograph )docs/([\w./-]+\.md)(?:#([\w-
 TABLE = re.compile(r"^\|(.*)\|\n\|(?: *:?-+:? *\|)+$", re.MULTILINE)
 #: Packages whose oldest supported release was neither run nor read: Megatron-LM 0.14, 0.15 (tried: 0.16.1).
 NOT_AT_THE_OLDEST = {"megatron-lm"}
-#: Pages that still have a table with an empty header. Others fail.
-WITHOUT_HEADERS = set("adapt.md joined_network.md rehearse.md slurm.md".split())
 #: Package, as pages call it -> a feature of holmes that needs it.
 FEATURE_OF = {
     "torch": "ddp",
@@ -224,7 +222,7 @@ def test_tables_have_headers(page):
     text = page.read_text()
     for head in TABLE.findall(text):
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", head)]
-        assert all(cells) or page.name in WITHOUT_HEADERS, head
+        assert all(cells), head
 
 
 @pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))

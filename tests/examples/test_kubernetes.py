@@ -160,7 +160,7 @@ def test_as_many_pods_as_the_rendezvous_waits_for():
         (("", ""), 0),
         (
             (
-                "ARG BASE=nvcr.io/nvidia/pytorch:25.09-py3\nFROM ${BASE}",
+                "ARG BASE=nvcr.io/nvidia/pytorch:25.10-py3\nFROM ${BASE}",
                 "FROM nvcr.io/nvidia/pytorch",
             ),
             1,

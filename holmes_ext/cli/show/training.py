@@ -265,7 +265,9 @@ def _lines_about_unknown_gpus(spec: SiteSpec) -> Iterator[str]:
         missing = [key for key, value in value_of_key.items() if not value]
         if missing:
             meant = misspelt_model(cluster.gpu)
-            hint = f"did you mean {meant!r}?" if meant else "docs/clusters.md lists the known ones"
+            hint = (
+                f"did you mean {meant!r}?" if meant else "docs/cluster_toml.md lists the known ones"
+            )
             yield (
                 f"not known: gpu {cluster.gpu!r} of cluster {cluster.name}: {hint}; "
                 f"without {', '.join(missing)} in cluster.toml these are not counted"
