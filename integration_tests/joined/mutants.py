@@ -55,6 +55,20 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "an offer counts in several rounds",
+        "join/coordinator/rolling.py",
+        "self._reports[name] = replace(report, offers={})",
+        "pass",
+        "tests/join/coordinator/test_rolling_rounds.py",
+    ),
+    Mutant(
+        "one member that reports first drops all others",
+        "join/coordinator/settlement.py",
+        "2 * len(silent) >= len(members)",
+        "False",
+        PAIRS,
+    ),
+    Mutant(
         "a listener of another name is called",
         "join/sockets/handshake.py",
         "if not has_name(holder, name):",
