@@ -5,6 +5,7 @@ all results. Links to other files outside docs/, of which the site has no copy, 
 """
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -18,6 +19,8 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
+#: Page of the site -> the file outside docs/ of which it is made.
+_SOURCES = {page: name for name, page in OUTSIDE.items()}
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -35,29 +38,10 @@ def on_files(files, config):
     mkdocs calls this with the files that it has found.
     """
     for name, page in OUTSIDE.items():
-        content = _LINK.sub(_link_of_root_page, (DOCS.parent / name).read_text())
+        content = (DOCS.parent / name).read_text()
         files.append(File.generated(config, page, content=content))
     files.append(File.generated(config, "results.md", content=_load_generate().tables.results()))
     return files
-
-
-def _link_of_root_page(match):
-    """Return the Markdown that replaces one link of a page in the root folder, such as README.md.
-
-    [a](docs/plan.md)   -> [a](plan.md)
-    [a](SECURITY.md)    -> [a](security.md)   a page of OUTSIDE
-    [a](lab/x.py)       -> a (`lab/x.py`)     text, because the site has no such file
-    """
-    text, target = match[1], match[2]
-    path, hash_sign, anchor = target.partition("#")
-    if "://" in target or not path:
-        return match[0]
-    if path in OUTSIDE:
-        return f"[{text}]({OUTSIDE[path]}{hash_sign}{anchor})"
-    if path.startswith("docs/"):
-        return f"[{text}]({target.removeprefix('docs/')})"
-    assert (DOCS.parent / path).exists(), path
-    return f"{text} (`{path}`)"
 
 
 def on_page_markdown(markdown, page, config, files):
@@ -69,28 +53,33 @@ def on_page_markdown(markdown, page, config, files):
     Raises:
         AssertionError: A link names a file that does not exist.
     """
-    folder = (DOCS / page.file.src_path).parent
+    place = page.file.src_path  # in the site
+    source = _SOURCES.get(place, f"docs/{place}")  # in the repository
 
     def link_in_site(match):
         """Return the Markdown that replaces one link of the page in the built site.
 
-            [a](other.md)          -> [a](other.md)       inside docs/: unchanged
-            [a](../README.md#b)    -> [a](index.md#b)     README.md is the first page of the site (OUTSIDE)
-            [a](../src/x.py)       -> a (`src/x.py`)      text, because the site has no such file
+            in docs/other.md       [a](plan.md)           -> [a](plan.md)
+            in docs/other.md       [a](../README.md#b)    -> [a](index.md#b)     a page of OUTSIDE
+            in docs/other.md       [a](../lab/x.py)       -> a (`lab/x.py`)      the site has no such file
+            in README.md           [a](docs/plan.md)      -> [a](plan.md)
 
         Args:
             match: Match of _LINK: group 1 is the text of the link, group 2 its target.
         """
         text = match[1]
-        target, _, anchor = match[2].partition("#")
-        file = (folder / target).resolve()
-        if not target.startswith("../") or file.is_relative_to(DOCS):
+        path, hash_sign, anchor = match[2].partition("#")
+        if "://" in path or not path:
             return match[0]
-        assert file.exists(), f"{page.file.src_path}: {target}"
-        name = str(file.relative_to(DOCS.parent))
+        name = os.path.normpath(os.path.join(os.path.dirname(source), path))
         if name in OUTSIDE:
-            page_of_file = target.replace(f"../{name}", OUTSIDE[name])
-            return f"[{text}]({page_of_file}#{anchor})" if anchor else f"[{text}]({page_of_file})"
-        return f"{text} (`{name}`)"
+            target = OUTSIDE[name]
+        elif name.startswith("docs/"):
+            target = name.removeprefix("docs/")
+        else:
+            assert (DOCS.parent / name).exists(), f"{source}: {path}"
+            return f"{text} (`{name}`)"
+        target = os.path.relpath(target, os.path.dirname(place) or ".")
+        return f"[{text}]({target}{hash_sign}{anchor})"
 
     return _LINK.sub(link_in_site, markdown)
