@@ -125,6 +125,17 @@ class Browser:
 
     def open(self, file: Path, width: int, dark: bool) -> dict[str, Any]:
         """What FAULTS says of the page in a window so wide (CSS pixels)."""
+        self.load(file, width, dark)
+        return json.loads(self.evaluate(FAULTS))
+
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of a JavaScript expression in the page."""
+        return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"][
+            "value"
+        ]
+
+    def load(self, file: Path, width: int, dark: bool) -> None:
+        """Load a page in a window so wide (CSS pixels)."""
         self.errors = []
         self.ask(
             "Emulation.setDeviceMetricsOverride",
@@ -138,8 +149,6 @@ class Browser:
         self.ask("Page.navigate", url=file.as_uri())
         while self._next().get("method") != "Page.loadEventFired":
             pass
-        result = self.ask("Runtime.evaluate", expression=FAULTS)["result"]
-        return json.loads(result["value"])
 
     def picture(self) -> str:
         """The whole page as PNG, base64."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from test_docs import ROOT, generate
+from test_page_style import words
 
 tables = generate.tables
 benchmark_tables = generate.benchmark_tables
@@ -26,11 +27,6 @@ def hand_written(page: Path) -> str:
     return GENERATED.sub("", page.read_text())
 
 
-def words(text: str) -> list[str]:
-    """Return the words of a page, those of commands and tables included."""
-    return [word for word in text.split() if re.search(r"\w", word)]
-
-
 def sources() -> set[str]:
     """Return the names of all results files whose origin a page shows."""
     texts = [found for page in PAGES for found in SOURCES.findall(page.read_text())]
@@ -44,7 +40,7 @@ def rows_of(file: str) -> list[dict]:
 
 def test_there_are_few_pages_with_few_words():
     assert len(PAGES) - 1 <= MOST_PAGES
-    count = {page.name: len(words(hand_written(page))) for page in PAGES}
+    count = {page.name: words(hand_written(page)) for page in PAGES}
     assert sum(count.values()) <= MOST_WORDS, count
 
 
@@ -52,7 +48,7 @@ def test_sentences_are_short():
     text = "\n".join(hand_written(page) for page in PAGES)
     prose = [line for line in text.splitlines() if not re.match(r"    |\||#|!\[", line)]
     sentences = re.split(r"(?<=[.?:])\s|\n\n", "\n".join(prose))
-    lengths = [count for sentence in sentences if (count := len(words(sentence))) > 1]
+    lengths = [count for sentence in sentences if (count := words(sentence)) > 1]
     assert sum(lengths) / len(lengths) <= 25
 
 

@@ -38,9 +38,8 @@ def test_tables_fit_the_page(site, width, tmp_path, exhaustive):
     wide = {}
     with Browser(tmp_path / "profile") as browser:
         for page in pages:
-            browser.open(page, width, dark=False)
-            found = browser.ask("Runtime.evaluate", expression=WIDE_TABLES, returnByValue=True)
-            if tables := found["result"]["value"]:
+            browser.load(page, width, dark=False)
+            if tables := browser.evaluate(WIDE_TABLES):
                 wide[str(page.relative_to(site))] = tables
     assert not wide
 

@@ -364,13 +364,14 @@ class Settlement:
         members = [self._state.members[name] for name in round_state.members]
         gone = {member.name for member in members if member.state == "gone"}
         silent = {member.name for member in members} - reported - gone
-        longest_silence_s = patience_s(members)
-        if not round_state.check_number and _all_miss(round_state, silent):
-            longest_silence_s *= _UNREACHED_SHARE
-        end_of_wait = round_state.last_report + longest_silence_s
-        if not round_state.check_number and 2 * len(silent) >= len(members):
-            longest_attempt_s = _HALF_SILENT_SHARE * patience_s(members)
-            end_of_wait = max(end_of_wait, round_state.attempt_begin + longest_attempt_s)
+        timeout_s = patience_s(members)
+        end_of_wait = round_state.last_report + timeout_s
+        if not round_state.check_number:  # the members are still exchanging
+            if _all_miss(round_state, silent):
+                end_of_wait = round_state.last_report + _UNREACHED_SHARE * timeout_s
+            if 2 * len(silent) >= len(members):
+                end_of_attempt = round_state.attempt_begin + _HALF_SILENT_SHARE * timeout_s
+                end_of_wait = max(end_of_wait, end_of_attempt)
         if silent and now < end_of_wait:
             return None
         return silent | gone

@@ -77,7 +77,7 @@ def _report(current: Session) -> int:
     except HolmesError as error:
         print(f"holmes: check: {error}", file=sys.stderr, flush=True)
         return _BAD_INPUT
-    return 1 if findings.problems else 0
+    return findings.status
 
 
 def _agree(current: Session, status: int) -> int:

@@ -65,6 +65,11 @@ class Findings:
     rates: tuple[NetworkRate, ...]
     problems: tuple[str, ...]  # a line for each port that does not work
 
+    @property
+    def status(self) -> int:
+        """Exit status of the job: 1 if a problem was found, else 0."""
+        return 1 if self.problems else 0
+
 
 def find(current: Session) -> Findings:
     """Return the facts about a job whose ranks have agreed on a plan."""

@@ -61,7 +61,7 @@ def show(value: str, findings: Findings, prediction: Prediction) -> None:
 def document(findings: Findings, prediction: Prediction) -> dict[str, Any]:
     """Return the report as values for JSON."""
     return {
-        "status": 1 if findings.problems else 0,
+        "status": findings.status,
         "problems": list(findings.problems),
         "sizes": None if findings.sizes is None else asdict(findings.sizes),
         "placement": [placed._asdict() for placed in findings.placed],

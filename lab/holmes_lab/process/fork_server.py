@@ -32,6 +32,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
 
+from holmes_ext import _pth
 from holmes_ext.errors import HolmesError
 from holmes_ext.extensions import GROUP
 from holmes_lab.emulate import trace
@@ -388,8 +389,7 @@ def run_script(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
         sys.path[0] = os.getcwd() if as_module else str(Path(arguments[0]).resolve().parent)
     if trace.VARIABLE in env:  # a folder for traces: when this rank computes and communicates
         trace.install(env[trace.VARIABLE])
-    has_flag = any(word.startswith("--holmes") for word in sys.argv)
-    if has_flag or env.get("HOLMES") == "1":
+    if any(map(_pth.is_flag, sys.argv)) or env.get("HOLMES") == "1":
         from holmes_ext.job import activate
 
         activate(sys.argv)

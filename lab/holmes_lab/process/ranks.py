@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holmes_ext import _pth
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_lab.emulate import accelerator
@@ -95,16 +96,15 @@ def common_environment(
 def asks_for_holmes(command: Sequence[str], env: Mapping[str, str]) -> bool:
     """Return whether a job runs with holmes.
 
-    It does with the flag --holmes, also in `sh -c "torchrun ... --holmes"`, with the variable
+    It does with a flag of holmes, also in `sh -c "torchrun ... --holmes"`, with the variable
     HOLMES, and as a command or module of holmes.
     """
     if env.get("HOLMES") == "1":
         return True
     words = " ".join(command).split()
-    names = {"--holmes", "holmes", "holmes_ext", "holmes_ext.cli.main"}
+    names = {"holmes", "holmes_ext", "holmes_ext.cli.main"}
     return any(
-        word in names or word.endswith("/bin/holmes") or word.startswith("--holmes-")
-        for word in words
+        word in names or word.endswith("/bin/holmes") or _pth.is_flag(word) for word in words
     )
 
 
