@@ -9,7 +9,8 @@ from harness import Row as Figure
 from matrix_rows import CASES, ROWS, Row
 
 ROOT = Path(__file__).resolve().parents[1]
-#: In docs/versions.md: the rows that most people are near to, each end of what is supported among them.
+#: Rows of the short table in docs/versions.md: common combinations, and the oldest and newest versions that
+#: are supported.
 FEW = (
     "NVIDIA's 25.04 container",
     "NVIDIA's 25.10 container",

@@ -59,7 +59,7 @@ class Job(NamedTuple):
     variant: str = "holmes"  # name of the variant with holmes in the results
 
 
-#: All jobs whose whole step was measured with and without holmes.
+#: Jobs of which a whole step was measured twice: with holmes, and without it.
 JOBS = (
     Job("DeepSpeed, pipeline 2, 4+4 nodes", "two_clusters.json", "4+4"),
     Job("DeepSpeed, 4+4, three times slower", "two_clusters.json", "4+4 three times slower"),
@@ -237,7 +237,7 @@ def _program_of(stem: str) -> str:
 
 
 def _page_of(files: list[str]) -> str:
-    """Return links to the pages whose tables show one of the files."""
+    """Return Markdown links to the benchmark pages that show results from at least one of `files`."""
     links = []
     for page in sorted(PAGES.glob("*.md")):
         text = page.read_text()

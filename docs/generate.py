@@ -141,7 +141,7 @@ def names_of_group(group: str) -> list[str]:
 
 
 def _without_default(text: str) -> str:
-    """Return a help text without the default, which has a column of its own."""
+    """Return a help text without its "(default 20)": the table has a column for defaults."""
     return _DEFAULT_BEFORE_MORE.sub("(", _DEFAULT.sub("", text))
 
 
@@ -311,7 +311,7 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 
 
 def _with_default_as_code(text: str) -> str:
-    """Return a help text whose default is marked as code, unless the default is in words."""
+    """Return a help text with its default in backquotes; a default of several words stays as it is."""
     return re.sub(r'default: "?([^\s;,")]+(?:,[^\s;,")]+)*)"?(?=[;,)])', r"default: `\1`", text)
 
 

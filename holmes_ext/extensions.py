@@ -196,7 +196,7 @@ def options() -> dict[str, Option]:
 
 
 def bare_value(name: str) -> str:
-    """Return the value of an option whose flag stands alone; "" if its flag needs a value."""
+    """Return the value of an option whose flag has none, as in `--holmes-check`; "" if it needs one."""
     option = options().get(name)
     return option.bare_value if option else ""
 

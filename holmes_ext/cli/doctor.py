@@ -103,8 +103,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        # Which functions: those of the frameworks that holmes patches. Without --check, only the source
-        # files of the frameworks are read, which is faster and runs nothing of them.
+        # "The real functions" are those of the frameworks that holmes patches. Without --check, only the
+        # source files of the frameworks are read, which is faster and runs none of their code.
         help="import the frameworks and check the real functions, not their source",
     )
     parser.add_argument(

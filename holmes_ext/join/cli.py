@@ -206,7 +206,7 @@ def _serve(args: argparse.Namespace) -> int:
     # Forwards bytes between ranks that cannot reach each other, up to the limit of --relay.
     relay = PeerRelay(_relay_bytes(args.relay), _log)
     settings = _run_settings(args.outer)
-    site_credentials = _site_credentials(args)  # None: the run has a CA of its own
+    site_credentials = _site_credentials(args)  # None if the run makes its own CA
     _raise_file_limit()  # each rank behind NAT keeps a connection to the coordinator
     # Installed extensions may contribute services that run beside the coordinator, such as metrics.
     services = list(extensions.objects("join_services").values())

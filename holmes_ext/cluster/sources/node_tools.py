@@ -86,7 +86,7 @@ class _Port:
 
     @property
     def is_usable(self) -> bool:
-        """Whether holmes counts the port: neither one of software RDMA (_SOFTWARE) nor one of iWARP."""
+        """Whether the port carries RDMA in hardware: software RDMA (_SOFTWARE) and iWARP do not count."""
         return not _SOFTWARE.match(self.device) and "iwarp" not in self.transport.lower()
 
     @property

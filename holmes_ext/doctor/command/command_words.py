@@ -159,7 +159,7 @@ class Command:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Arguments whose values are not known here, such as "$LR": only a running shell replaces them.
+        """Arguments with a shell variable, such as "$LR", whose value only a running shell knows.
 
         If such an argument is the value of a flag, it follows the flag: "--lr $LR".
         """

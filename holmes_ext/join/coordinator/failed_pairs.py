@@ -134,7 +134,7 @@ class FailedPairs:
         return frozenset((first, second)) in self._separations
 
     def _forget_old(self, now: float) -> None:
-        """Forget the pairs whose time apart is over, and those whose direct connection works again.
+        """Delete pairs whose time apart is over, and pairs whose direct connection works again.
 
         The latter are forgotten once they have not failed for as long as they were relayed before. So if
         such a pair fails later, relay() begins with the shortest time again.

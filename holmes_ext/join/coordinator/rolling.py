@@ -126,7 +126,7 @@ class RollingRounds:
         return self._reply_of_newest_round(name)  # of the round that has just begun, if any
 
     def _reply_of_newest_round(self, name: str) -> Reply | None:
-        """Return what a job must be told about the round that was opened last; None: nothing.
+        """Return the reply to a job about the newest round; None if there is nothing to reply.
 
         Returns:
             "go" if the job is a member of the round and the round is not over. "void", only once,
@@ -156,7 +156,7 @@ class RollingRounds:
         candidates.sort(key=lambda member: member.order)
         # The fewest jobs without which all others can exchange data with each other (failed_pairs.py).
         left_out = self._state.jobs_to_leave_out(candidates, now)
-        # Of two jobs that cannot exchange data, neither may go on alone: there is no round.
+        # There is no round if the only two jobs cannot exchange data: neither may go on alone.
         if not candidates or two_are_apart(candidates, left_out):
             return
         members = [member for member in candidates if member.name not in left_out]

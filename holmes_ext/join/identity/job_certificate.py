@@ -128,7 +128,7 @@ def kept_certificates(host: str, port: int, environ: Mapping[str, str]) -> list[
         return []
     suffix = file_without_job.name
     kept = [_read_kept(path) for path in sorted(folder.iterdir()) if path.name.endswith(suffix)]
-    # A job whose invitation was not redeemed yet has only a key.
+    # Before an invitation is redeemed, the job's file has a key but no certificate.
     return [
         certificate for certificate in kept if certificate is not None and certificate.certificate
     ]

@@ -56,7 +56,9 @@ class CoordinatorLink:
         self._credentials = credentials
         self._job_ranks = job_ranks
         self._patience_s = patience_s
-        self.entered = False  # the job was told to begin training in the run; set by RoundRunner
+        self.entered = (
+            False  # whether the coordinator has let the job begin training; set by RoundRunner
+        )
         self._is_away = False  # the coordinator did not answer the last request
 
     def ask(self, op: str, document: Mapping[str, Any]) -> Verdict:
