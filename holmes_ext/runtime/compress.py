@@ -12,7 +12,7 @@ With int8, the rounding error is added to the same elements in the next step (er
 
 All ranks get identical bits: decoding depends only on the bytes on the wire, and the sender goes on with
 its own decoded tensor, too. NaN and infinity are not hidden: bf16 keeps them, int8 turns their whole
-block into NaN. Neither gets into the residuals, which are the rounding errors for the next step.
+block into NaN. Neither gets into the residuals (the rounding errors that the next step adds).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Codec:
     """Identity codec, and the interface of all codecs for flat tensors.
 
     The sender calls wire = encode(x, residual), the receiver decode(wire, like), with `like` a tensor of x's
-    length, type and device. Only these three matter: the elements of `like` are neither read nor changed.
+    length, type and device. The elements of `like` are neither read nor changed.
     """
 
     #: Bytes on the wire for each byte of a float32 tensor.
@@ -63,7 +63,7 @@ class Codec:
         return x
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return the decoded tensor, with the length and type of `like`, which is left as it is."""
+        """Return the decoded tensor, with the length and type of `like`. Elements of `like` are not used."""
         return wire
 
 
@@ -91,7 +91,7 @@ class Bf16(Codec):
 class Int8(Codec):
     """Codec that rounds each block to 255 levels between plus and minus its largest magnitude.
 
-    The wire is a uint8 tensor: the float32 scales of all blocks, then one int8 for each element, then
+    The wire is a uint8 tensor: the float32 scales of all blocks, then an int8 for each element, then
     zeros up to a multiple of 4 bytes.
     """
 
@@ -100,7 +100,7 @@ class Int8(Codec):
     saves_above = 0
 
     def __init__(self, block_size: int = BLOCK):
-        """Create a codec for blocks of `block_size` elements, which share a scale."""
+        """Create a codec for blocks of `block_size` elements. The elements of a block share a scale."""
         self.block_size = block_size
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
@@ -187,7 +187,7 @@ def codec(kind: str) -> Codec:
     return _CODECS[kind]
 
 
-#: Rounding errors (residuals) of one tensor, by compressed message: (tag of the message in the
+#: Rounding errors (residuals) of a tensor, by compressed message: (tag of the message in the
 #: all-reduce, offset or number of the part of the tensor that it carries) -> residual.
 ResidualMap = dict[tuple[int, int], "torch.Tensor"]
 
@@ -222,10 +222,10 @@ def residual_of(
     """Return the rounding errors of a tensor part that was compressed in the last training step.
 
     Error feedback adds them to the part before it is compressed again. If the part has not been
-    compressed yet, they are zeros, which are also stored in `residuals`.
+    compressed yet, they are zeros, and are stored in `residuals`.
 
     Args:
-        residuals: Key -> rounding errors, of one tensor. None: the codec has no error feedback, and
+        residuals: Key -> rounding errors of the tensor. None: the codec has no error feedback, and
             None is returned.
         key: (tag of the message in the all-reduce, offset or number of the part in the tensor).
         part: Elements that are going to be compressed.
