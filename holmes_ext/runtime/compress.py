@@ -49,7 +49,7 @@ class Codec:
         return dtype.is_floating_point and dtype.itemsize > self.saves_above
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialized tensor that has the size and type of encode(like, ...)."""
+        """Return an uninitialized tensor to receive an encoded tensor of the size and type of `like`."""
         return like.new_empty(like.shape)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -147,7 +147,10 @@ class Int8(Codec):
         return wire
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return each level times the scale of its block, in the type of `like`."""
+        """Return the elements that `wire` encodes: each level times the scale of its block.
+
+        The result has the length and type of `like`. Elements of `like` are not used.
+        """
         import torch
 
         numel = like.numel()

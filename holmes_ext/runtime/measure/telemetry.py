@@ -456,7 +456,7 @@ def span(kind: str) -> Iterator[None]:
 
 
 def learn_sizes(sizes: Sizes | None) -> None:
-    """Take the framework's parallel sizes, if the plan was made without sizes."""
+    """Let the recorder use the framework's parallel sizes, if it has none: the plan had no sizes."""
     if recorder is not None:
         recorder.sizes = recorder.sizes or sizes
 

@@ -211,7 +211,7 @@ def _with_first_failure(reporter: str, failure: str) -> str:
 
 
 def note(mine: str) -> None:
-    """Put the message of this rank's end, about bad input, into the job's store for the other ranks."""
+    """Store a message about bad input, which ends this rank, for the other ranks to print."""
     _store_first_message(INPUT + mine)
 
 
