@@ -41,7 +41,7 @@ from holmes_ext.plan.traffic import SOCKETS, VERBS
 
 
 class Connect(Enum):
-    """When a backend makes the communicator of a new process group."""
+    """Moment at which a backend makes the communicator of a new process group."""
 
     WITH_GROUP = "with the group"
     AT_FIRST_OPERATION = "at the first operation"
@@ -49,7 +49,7 @@ class Connect(Enum):
 
 @dataclass(frozen=True)
 class BackendTraits:
-    """Row of the backend table: name of a backend, its network API, devices and communicators."""
+    """Properties of a torch.distributed backend: its name, network API, devices and communicators."""
 
     name: str
     network_api: str  # VERBS or SOCKETS; "" if the backend chooses its networks itself
@@ -121,7 +121,7 @@ def _traits_of_nccl2() -> BackendTraits:
 
 
 def _nccl_is_nccl2() -> bool:
-    """Return whether torch's backend "nccl" is the implementation that is also called "nccl2"."""
+    """Return whether "nccl" names the newer implementation, nccl2, in the installed torch."""
     from torch.distributed import distributed_c10d
 
     create_nccl2 = getattr(distributed_c10d, "_create_nccl2_process_group", None)

@@ -74,13 +74,13 @@ class Bf16(Codec):
     saves_above = 2
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialized bfloat16 tensor of the same length."""
+        """Return an uninitialized bfloat16 tensor of the length of `like`."""
         import torch
 
         return like.new_empty(like.numel(), dtype=torch.bfloat16)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Return `x` in bfloat16. There is no residual."""
+        """Return `x` in bfloat16. `residual` is not used."""
         return x.bfloat16()
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class Int8(Codec):
         self.block_size = block_size
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialized uint8 tensor for the scales and levels of `like`."""
+        """Return an uninitialized uint8 tensor with room for the encoded `like`: its scales and levels."""
         import torch
 
         blocks = _divide_up(like.numel(), self.block_size)

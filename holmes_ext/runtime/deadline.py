@@ -118,7 +118,7 @@ class Deadline:
             raise self.missed()
 
     def missed(self) -> TimeoutError:
-        """Return the error for an operation that is not done in time."""
+        """Return the error to raise if the operation is not done in time."""
         return TimeoutError(f"{self.operation} took longer than {self.seconds:.3g} s")
 
     def limit(self, connection: socket.socket) -> None:

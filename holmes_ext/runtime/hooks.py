@@ -47,7 +47,7 @@ def on_start(current: Session) -> list[str]:
 
 
 def on_ready(current: Session) -> None:
-    """Call the on_ready functions of extensions; they may end the program."""
+    """Call the on_ready functions of extensions, when holmes has started; they may end the program."""
     for function in list(_functions["on_ready"]):
         function(current)
 
@@ -79,7 +79,14 @@ def on_step(
 def on_reduction(
     current: Session, ranks: tuple[int, ...], network_api: str, reducer: object
 ) -> None:
-    """Call the on_reduction functions of extensions before gradients are reduced over `ranks`."""
+    """Call the on_reduction functions of extensions before gradients are reduced over `ranks`.
+
+    Args:
+        current: The session of this process.
+        ranks: Members of the process group.
+        network_api: How the group reaches the network: "verbs" (NCCL) or "sockets" (gloo).
+        reducer: The PlannedReduction that sums the gradients.
+    """
     for function in _functions["on_reduction"]:
         function(current, ranks, network_api, reducer)
 
@@ -104,6 +111,6 @@ def reduction_for(group: Any, size: int, spec: ReductionSpec, device_type: str) 
 
 
 def on_checkpoint() -> None:
-    """Call the on_checkpoint functions of extensions after this rank has written its part."""
+    """Call the on_checkpoint functions of extensions: this rank has written its part of a checkpoint."""
     for function in _functions["on_checkpoint"]:
         function()

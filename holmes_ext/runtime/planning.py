@@ -37,7 +37,7 @@ class JobRequest(Protocol):
         """Read the files that the options name, such as cluster.toml and the model's description."""
 
     def make_plan(self, nodes: list[NodeReport]) -> tuple[Site, Plan]:
-        """Make the plan for the nodes that reported."""
+        """Make the plan for the nodes of a job, from their reports; return it with the nodes and networks."""
 
     def start_again(self, layers: str, sizes: Sizes | None) -> tuple[Options, list[str]]:
         """Return options that continue a restarted job with the layers its last run has chosen.
@@ -58,7 +58,7 @@ class JobRequest(Protocol):
 
 
 class PlanMaker(Protocol):
-    """Functions that derive a Plan from another Plan; the module plan/maker.py has them."""
+    """Interface of the functions that derive a Plan from another Plan; plan/maker.py implements it."""
 
     def on_ports(self, plan: Plan, site: Site, options: Options, *, engine: EngineTraits) -> Plan:
         """Return the plan for `site`: the same nodes, without the NIC ports that a test has excluded."""
@@ -77,7 +77,16 @@ class PlanMaker(Protocol):
         total_bytes: float,
         engine: EngineTraits,
     ) -> ReductionSpec:
-        """Return how a group of ranks reduces `total_bytes` of gradients in a training step."""
+        """Return how a group of ranks reduces gradients: algorithm, bucket size, codec, overlap.
+
+        Args:
+            plan: The plan of the job.
+            ranks: Members of the group.
+            network_api: How the group reaches the network: "verbs" (NCCL) or "sockets" (gloo).
+            options: The job's options.
+            total_bytes: Bytes of gradients that the group reduces in a training step.
+            engine: What the job's framework supports.
+        """
 
     def advice_on_spanning(self, plan: Plan, site: Site, sizes: Sizes, instances: int) -> str:
         """Return a line of advice on process groups that have ranks in several clusters; "" without any.

@@ -200,11 +200,11 @@ class Guest:
         self.kept = True
 
     def becomes(self, wrapped: socket.socket) -> None:
-        """Use the TLS socket that wraps this guest's socket from now on."""
+        """Replace this guest's socket by the TLS socket that wraps it, for all later calls."""
         self.socket = wrapped
 
     def cut(self) -> None:
-        """Shut the connection down. A thread that reads or writes it returns. Any thread may call this."""
+        """Shut the connection down: threads that read or write it return. Any thread may call this."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 

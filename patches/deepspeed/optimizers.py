@@ -143,7 +143,7 @@ def state_of_mode(types: TrainingTypes, version: str) -> dict[Mode, StateBytes]:
 
 
 def _behaviour_of(version: str) -> Changes:
-    """Return the behaviour of a release."""
+    """Return the behaviour of a release of DeepSpeed, in the points where releases differ."""
     release = release_of(version)
     first_releases = [first for first in _BEHAVIOUR_SINCE if Version(first) <= release]
     return _BEHAVIOUR_SINCE[first_releases[-1]]

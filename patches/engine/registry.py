@@ -380,7 +380,7 @@ class Registry:
         return disabled_features(os.environ, self._known_names())
 
     def _known_names(self) -> list[str]:
-        """Return the names that options may have: of holmes's features and of all extensions'."""
+        """Return the names of all features, of holmes and of its extensions, as options may give them."""
         without_duplicates = dict.fromkeys([*self._states, *self._extension_features])
         return list(without_duplicates)
 

@@ -131,7 +131,7 @@ class _Step:
             self.mailbox.expect(received_specs, peer)  # receives of these are posted in advance
 
     def send(self, kind: str, tensor: Any, peer: int) -> None:
-        """Send a tensor to a neighbouring pipeline stage without waiting, by the mailbox.
+        """Send a tensor to a neighbouring pipeline stage without waiting for the end of the transfer.
 
         Args:
             kind: "F" for an activation of a forward pass, "B" for a gradient of a backward pass.

@@ -74,7 +74,7 @@ _optimizers = Running()
 
 @by_name
 def _optimizer_step(call: Call, instance: Any) -> Any:
-    """Record an optimizer's step() as a span, and its end as the end of the training step.
+    """Record begin and end of an optimizer's step(), and its end as the end of the training step.
 
     This wrapper runs in place of step() of each optimizer class; call() runs the original. If an optimizer
     steps others, only the outermost step() is recorded.

@@ -89,7 +89,7 @@ class _PostedReceive(NamedTuple):
 
 
 class _StagePair(NamedTuple):
-    """Pipeline stages of this rank and of a neighbour."""
+    """Numbers of the pipeline stages of this rank and of a neighbouring rank."""
 
     this_stage: int
     neighbour_stage: int
@@ -436,7 +436,7 @@ class Mailbox:
             )
 
     def _check_expected(self, buffer: Any, encoded: Any, peer: int) -> None:
-        """Raise an error if the engine wants another message than the posted receive has."""
+        """Raise an error if the engine's tensor does not fit the receive that was posted for its message."""
         expected = message_spec(buffer)
         wanted = message_spec(encoded)
         if wanted != expected:
@@ -449,7 +449,7 @@ class Mailbox:
 
     @contextmanager
     def _naming_stage_link(self, peer: int) -> Iterator[None]:
-        """Turn an error of a receive into a HolmesError that names the stage link and the cause."""
+        """Turn an error of a receive into a HolmesError that names both stages and the cause."""
         try:
             yield
         except RuntimeError as error:

@@ -70,7 +70,7 @@ def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
 
 
 def _new_name(ranks: Sequence[int], purpose: str) -> str:
-    """Return a name that this process has not used for a group before."""
+    """Return a name for a new process group, not used by an earlier group of this process."""
     key = (*ranks, purpose)
     _count[key] += 1
     if len(ranks) <= _MOST_NAMED:

@@ -271,7 +271,7 @@ class Order1F1B:
         return min(max(nearest, 0), passes_to_share)
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
-        """Return the passes of a stage, as pairs of a letter ("F" or "B") and a micro-batch."""
+        """Return the passes of a stage in order, as pairs of a letter ("F" or "B") and a micro-batch."""
         scheduled = passes(
             stage, len(self.in_flight), micro_batches, in_flight=self.in_flight[stage]
         )
@@ -319,7 +319,7 @@ class ListedOrder:
         )
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
-        """Return the listed passes of a stage, as pairs of a letter and a micro-batch."""
+        """Return the listed passes of a stage in order, as pairs of a letter and a micro-batch."""
         return self.schedule.stages[stage]
 
 

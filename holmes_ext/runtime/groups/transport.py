@@ -49,7 +49,7 @@ class Transport:
 
 
 def transport_on(fabric: Fabric | None, node: Node) -> Transport:
-    """Return the transport of a process group on one of its nodes.
+    """Return the transport (network, and NIC on this node) of a process group on one of its nodes.
 
     Args:
         fabric: Network of the group; None if the group is inside one node.
@@ -199,7 +199,7 @@ def nccl_options(
 
 
 def settings_of(group: Any) -> Any:
-    """Return new NCCL options with the settings of `group`, for a group with its own network and ranks."""
+    """Return a copy of a group's NCCL options for another group, without its network and name."""
     from torch.distributed import ProcessGroupNCCL
 
     fresh = ProcessGroupNCCL.Options()

@@ -131,11 +131,11 @@ class Wire:
         return buffer, finish
 
     def _rows_per_slice(self, rows: Any) -> int:
-        """Return the number of rows of a slice, rounded up."""
+        """Return the number of rows of each slice: all rows, divided among the slices and rounded up."""
         return -(-len(rows) // self.slices)
 
     def _own_slice(self, rows: Any) -> Any:
-        """Return this rank's slice of the rows, a view. It is shorter at the end of the rows."""
+        """Return this rank's slice of the rows, a view. The last slice may be shorter than the others."""
         slice_rows = self._rows_per_slice(rows)
         return rows[self.slice_index * slice_rows : (self.slice_index + 1) * slice_rows]
 
@@ -173,12 +173,12 @@ def _do_nothing() -> None:
 
 
 def _as_matrix(tensor: Any) -> Any:
-    """Return a two-dimensional view of a tensor, with the size of its last dimension."""
+    """Return a tensor as a matrix (a view): the last dimension stays, the others are flattened."""
     return tensor.view(-1, tensor.shape[-1])
 
 
 def _codec_for(compression: str, rows: Any) -> Codec:
-    """Return the codec for rows that are flattened; int8 has a scale for each row."""
+    """Return the codec for a matrix that is sent flat; int8 has a scale for each row."""
     if compression == "int8":
         return Int8(rows.shape[1])
     return codec(compression)

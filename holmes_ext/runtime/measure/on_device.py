@@ -42,7 +42,7 @@ Span = tuple[str, Any, Any]
 
 
 class TimedSpans(NamedTuple):
-    """Spans whose times are known, and those that the GPU has not completed."""
+    """Spans (parts of a training step) with known times, and spans that the GPU has not completed."""
 
     done: list[tuple[str, float, float]]  # (kind, begin, end) in seconds
     open: list[Span]
@@ -110,11 +110,11 @@ class DeviceClock:
         return mark
 
     def recycle(self, *marks: Mark | None) -> None:
-        """Keep the events of marks that are not needed any more for later marks; None is ignored."""
+        """Keep the CUDA events of old marks, to record them anew for later marks; None is ignored."""
         self._free += [mark.event for mark in marks if mark is not None]
 
     def has_passed(self, mark: Mark) -> bool:
-        """Return whether the GPU has completed everything before a mark. Then its time can be read."""
+        """Return whether the GPU has passed a mark (a recorded CUDA event), so that its time can be read."""
         return bool(
             mark.event.query() and self._reference is not None and self._reference.event.query()
         )
@@ -189,7 +189,7 @@ class OnDevice:
         """Convert the times of spans that the GPU has completed to seconds; leave the other spans open.
 
         Args:
-            spans: (kind, begin, end), where times are CUDA events (Marks), or seconds of the host.
+            spans: Parts of a step: (kind, begin, end), where times are CUDA events (Marks) or host seconds.
         """
         done: list[tuple[str, float, float]] = []
         still_open: list[Span] = []

@@ -277,7 +277,7 @@ class GroupTraffic:
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """An operation that the program has started. All times are in seconds."""
+    """An operation of torch.distributed that the program has started. All times are in seconds."""
 
     group: GroupTraffic
     name: str  # such as "all_reduce"

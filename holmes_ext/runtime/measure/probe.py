@@ -47,7 +47,7 @@ Run = Callable[[Any, tuple[int, ...], Any], float]
 
 
 class Point(NamedTuple):
-    """Measured time of an operation for a size."""
+    """Measured time of an operation on a tensor of a certain size."""
 
     size_bytes: float
     seconds: float

@@ -245,7 +245,7 @@ class Recorder:
             self._awaiting_callback.discard(op)
 
     def coalesced_launched(self, process_group: Any, work: Any) -> None:
-        """Record that coalesced operations were started together; the last operation stands for all."""
+        """Record that torch has launched coalesced operations together; the last of them stands for all."""
         ops = self.coalescing.pop(id(process_group), [])
         if not ops:
             return
@@ -313,7 +313,7 @@ class Recorder:
             self.finish(op)
 
     def on_gpu(self, on: bool) -> None:
-        """Measure spans on the GPU of the calling thread from now on, or on the host if `on` is False."""
+        """Measure parts of a step on the calling thread's GPU from now on; on the host if not `on`."""
         self.spans_on_device = on
         if on:
             import torch
@@ -321,7 +321,7 @@ class Recorder:
             self.device_index = torch.cuda.current_device()
 
     def span_mark(self) -> SpanMark:
-        """Return a mark for the begin or end of a span, at this point of the program."""
+        """Return the time and GPU memory now, to mark the begin or end of a span (a part of a step)."""
         if not self.spans_on_device or self.device.captures():
             return SpanMark(self.clock(), memory_bytes=0)
         import torch

@@ -68,7 +68,7 @@ _FILE_MODE = 0o644
 
 
 class _GroupKey(NamedTuple):
-    """Properties that the operations of a group have in common. The operations of each group are added up."""
+    """Kind, network and place of operations. The figures of operations with the same key are added up."""
 
     kind: str
     fabric: str
@@ -76,7 +76,7 @@ class _GroupKey(NamedTuple):
 
 
 def _ignore(document: dict[str, Any]) -> None:
-    """Drop a line, because only the file gets it."""
+    """Ignore a line of the telemetry file, because no metrics need it."""
 
 
 def _no_board() -> None:
@@ -84,7 +84,7 @@ def _no_board() -> None:
 
 
 def traced(step: int) -> bool:
-    """Return whether every operation of a step is listed. All ranks list the same steps."""
+    """Return whether the file lists every operation of a step. All ranks list those of the same steps."""
     return step in _FIRST_TRACED or (step > 0 and step % _TRACED_EVERY == 0)
 
 

@@ -388,12 +388,12 @@ class DirectExchange:
                 part.copy_(self._codec_of(part).decode(encoded, like=part))
 
     def start_send(self, part: torch.Tensor, peer: int, tag: int) -> list[GlooTransfer]:
-        """Start to send a part to another rank; nothing is sent of an empty part."""
+        """Start to send a part of a tensor to another rank; an empty part is not sent."""
         self._bytes_sent[tag] += part.nbytes
         return self._start(dist.isend, part, peer, tag, goes_up=self._rank < peer)
 
     def start_receive(self, part: torch.Tensor, peer: int, tag: int) -> list[GlooTransfer]:
-        """Start to receive a part from another rank; nothing is received of an empty part."""
+        """Start to receive a part of a tensor from another rank; an empty part is not received."""
         return self._start(dist.irecv, part, peer, tag, goes_up=peer < self._rank)
 
     def _start(
@@ -453,7 +453,7 @@ class DirectExchange:
         torch.add(total, last, out=own_part)
 
     def _codec_of(self, part: torch.Tensor) -> Codec:
-        """Return the compression of a part; PLAIN if it does not apply to the part's dtype."""
+        """Return the codec that compresses a part; PLAIN if it does not apply to the part's dtype."""
         if part.numel() and self.codec.applies(part.dtype):
             return self.codec
         return PLAIN

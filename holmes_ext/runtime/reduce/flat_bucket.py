@@ -147,7 +147,7 @@ def check_same_layout(
 
 
 class _PendingCopy(NamedTuple):
-    """A gradient that is overwritten by the reduced values."""
+    """A gradient, and the reduced values that must be copied into it."""
 
     gradient: torch.Tensor
     view: torch.Tensor  # the gradient's elements in the buffer of the bucket
@@ -206,7 +206,7 @@ class FlatBucket:
 
     @property
     def flat(self) -> torch.Tensor:
-        """The buffer. It exists from fill() to store()."""
+        """The flat tensor with the bucket's gradients. It exists from fill() to store()."""
         assert self._flat is not None
         return self._flat
 
@@ -270,7 +270,7 @@ class FlatBucket:
             self._flat = None
 
     def _new_buffer(self) -> torch.Tensor:
-        """Return a new buffer, whose padding is zero."""
+        """Return a new buffer for the bucket's gradients, with zeros as padding."""
         numel = sum(self._sizes)
         buffer = torch.empty(numel + self._padding, dtype=self._dtype, device=self._device)
         buffer[numel:].zero_()

@@ -71,7 +71,7 @@ def merge_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class _OwnedSpan(NamedTuple):
-    """A span of a tensor, and the rank that gets its sum."""
+    """A span (run of elements) of a tensor, and the rank that gets its sum."""
 
     tensor: torch.Tensor
     owner: int  # global rank
@@ -121,7 +121,7 @@ class ReduceToOwners:
             self._pipeline = ThreadPipeline("owners", self._reduce_along_chains)
 
     def all_reduce(self, flat: torch.Tensor, bucket: FlatBucket | None = None) -> Any:
-        """Start the sums of a bucket; each rank gets those of the spans that it owns.
+        """Start the sums of a bucket; each rank gets those of its own spans (runs of elements).
 
         Args:
             flat: The buffer of the bucket.
@@ -133,6 +133,8 @@ class ReduceToOwners:
 
     def reduce(self, flat: torch.Tensor, spans: Spans) -> Any:
         """Start the sums of a tensor's spans. Only the owner of a span gets the sum of its elements.
+
+        A span is a run of elements. Its owner is the rank that needs their sum.
 
         Args:
             flat: Flat and contiguous.
@@ -162,7 +164,7 @@ class ReduceToOwners:
         return f"reduction over {counted(len(self._ranks), 'rank')}, each part to the rank that owns it"
 
     def _reduce_along_chains(self, spans: list[_OwnedSpan]) -> None:
-        """Sum each span along a chain of all ranks that ends at the span's owner.
+        """Sum each span (run of elements) along a chain of all ranks that ends at the span's owner.
 
         Each rank of a chain receives a partial sum from the rank before, adds its own values, and sends the
         sum to the rank after. The chains of all owners go around the same ring of ranks.

@@ -115,7 +115,7 @@ class PlannedReduction:
 
 
 def planned_fabric(group: dist.ProcessGroup, device_type: str) -> Fabric | None:
-    """Return the fabric that the plan has for a group; None inside a node, and while holmes is off."""
+    """Return the planned fabric (network) of a group; None inside a node, and while holmes is off."""
     current = session.active()
     if current is None:
         return None

@@ -213,7 +213,7 @@ class GradientReducer:
         If arm() was not called, all reductions remain, so nothing overlaps with the backward pass.
 
         Raises:
-            HolmesError: a reduction failed; the message names the rank, the bucket and the fabric.
+            HolmesError: a reduction failed; the message names the rank, the bucket and the network.
         """
         if not self.armed:
             self._follow_plan()

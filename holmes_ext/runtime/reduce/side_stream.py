@@ -45,7 +45,7 @@ class SideStream:
         self._step_begin: StreamEvents = {}
 
     def begin_step(self) -> None:
-        """Let the launches of this step wait for the work on the current stream so far."""
+        """Make the side stream's launches of this step wait for the work so far on the current stream."""
         self.record_gradient(self._step_begin)
 
     @staticmethod

@@ -78,7 +78,7 @@ class WeightGradients:
 
 
 def _as_rows(tensor: Any) -> Any:
-    """Return a matrix with the size of the tensor's last dimension."""
+    """Return a tensor as a matrix: the last dimension stays, the others are flattened."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 

@@ -158,7 +158,7 @@ def leader_socket_name(node: str, master_addr: str, master_port: int) -> str:
 
 
 class NodeLeader:
-    """Local rank 0 of a node: takes the reports of the node's other ranks, and sends them the verdict."""
+    """Local rank 0 of a node: takes the reports of the other ranks there, and passes rank 0's decision on."""
 
     def __init__(self, socket_name: str):
         """Listen on the abstract Unix socket `socket_name`, unless another process has that name."""
@@ -344,7 +344,7 @@ def _exchange_through_store(
 def _decide_verdict(
     store: Any, process: Process, reports: list[bytes], decide: Decide, deadline: Deadline
 ) -> Verdict:
-    """Collect all ranks' reports, decide how the job starts, and store this verdict for all ranks.
+    """Collect all ranks' reports, decide how the job starts, and store the decision for all ranks.
 
     Only rank 0 calls this function. It begins a new round: the number of this start of the job.
 

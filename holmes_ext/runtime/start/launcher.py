@@ -28,7 +28,7 @@ from holmes_ext.words import counted
 
 @dataclass(frozen=True)
 class Process:
-    """Identity of this process, as its launcher numbered it."""
+    """Rank, local rank and sizes of the job of this process, as its launcher numbered them."""
 
     rank: int
     world_size: int

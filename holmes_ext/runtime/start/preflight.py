@@ -66,7 +66,7 @@ _MOST_NAMED = 3  # failures or groups that a message lists
 
 @dataclass(frozen=True)
 class NeighbourPair:
-    """Two nodes that must reach each other over a fabric."""
+    """Two nodes that must reach each other over a fabric (network)."""
 
     fabric: str
     first: str  # name of the node that connects
@@ -85,7 +85,7 @@ class ConnectionAttempt(NamedTuple):
 
 
 class NodeResults(NamedTuple):
-    """Results of the preflight that a node stores."""
+    """Results of a node's connection tests, as the node stores them for rank 0."""
 
     node: str
     attempts: list[ConnectionAttempt]
@@ -214,7 +214,7 @@ def tested_groups(plan: Plan) -> Iterable[tuple[str, tuple[int, ...]]]:
 
 
 def _fabrics_of(plan: Plan, groups: Sequence[tuple[int, ...]]) -> list[str]:
-    """Return the names of the fabrics that groups of ranks may use, with verbs or with sockets."""
+    """Return the names of the networks that groups of ranks may use, with verbs or with sockets."""
     names = []
     for ranks in groups:
         for network_api in NETWORK_APIS:
@@ -225,7 +225,7 @@ def _fabrics_of(plan: Plan, groups: Sequence[tuple[int, ...]]) -> list[str]:
 
 
 class NodeListeners:
-    """Listening sockets of this node: a socket for each fabric that other nodes test it on."""
+    """Listening sockets of this node: a socket for each network that other nodes test it on."""
 
     def __init__(self, site: Site, host: str, pairs: Iterable[NeighbourPair], token: str):
         """Open a listening socket on each fabric (network) that other nodes test this node on.
@@ -305,7 +305,7 @@ def _test_pairs_of(
 
 
 def _addresses(site: Site, pair: NeighbourPair) -> list[str]:
-    """Return the IP addresses of both nodes on the pair's fabric; "" for a port without an address."""
+    """Return the IP addresses of both nodes on the pair's network; "" for a port without an address."""
     nodes = (pair.first, pair.second)
     return [site.node_by_name[node].port(pair.fabric).address for node in nodes]
 
@@ -444,7 +444,7 @@ def ports_at_fault(attempts: Sequence[ConnectionAttempt]) -> dict[tuple[str, str
 
 
 def _describe(site: Site, plan: Plan, pair: NeighbourPair, error: str) -> str:
-    """Return a failed connection in words: both ends, the fabric, the group that needs it, the error."""
+    """Return a failed connection in words: both ends, the network, the group that needs it, the error."""
     first = _describe_end(site, plan, pair, pair.first)
     second = _describe_end(site, plan, pair, pair.second)
     group = f"the {pair.kind} group of ranks {some_of(pair.ranks)}"
@@ -460,7 +460,7 @@ def _describe_end(site: Site, plan: Plan, pair: NeighbourPair, node: str) -> str
 
 
 def _moved_groups(before: Plan, after: Plan) -> list[str]:
-    """Return a clause for every planned group that uses another fabric in the new plan."""
+    """Return a clause for every planned group that uses another network in the new plan."""
     clauses = []
     for kind, ranks in before.groups():
         for network_api in NETWORK_APIS:  # verbs (NCCL) and sockets (gloo)
@@ -479,7 +479,7 @@ def _moved_groups(before: Plan, after: Plan) -> list[str]:
 
 
 def _untested_fabrics(site: Site, pairs: Iterable[NeighbourPair]) -> list[str]:
-    """Return a line for every fast fabric with ports that have no IP address: sockets cannot test those."""
+    """Return a line for every fast network with ports that have no IP address: sockets cannot test those."""
     ports_without_address: dict[str, dict[str, str]] = defaultdict(dict)  # fabric -> node -> port
     for pair in pairs:
         for node in (pair.first, pair.second):

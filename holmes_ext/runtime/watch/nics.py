@@ -199,7 +199,7 @@ def describe_port(node: Node, port: Port) -> str:
 
 
 class _Target(NamedTuple):
-    """NIC of a neighbouring node on a fabric (network) that is tested."""
+    """Neighbouring node to test, and the fabric (network) to use."""
 
     node: str
     fabric: str

@@ -241,6 +241,6 @@ def layers_of_kinds(flags: Mapping[str, Sequence[str]], layer_count: int) -> dic
 
 
 def _number(flags: Mapping[str, Sequence[str]], flag: str, default: int) -> int:
-    """Return the number in the first word after a flag; the default without one, or if it is no number."""
+    """Return the number that follows a flag; the default if the flag is missing or no number follows."""
     text = "".join(flags.get(flag, ())[:1])
     return int(text) if text.isdecimal() else default

@@ -102,7 +102,7 @@ def _all_reduce(
 
 
 def _is_pair_member(group: Any) -> bool:
-    """Return whether this rank is one of the two members of a process group."""
+    """Return whether a process group has two members, and this rank is one of them."""
     import torch.distributed as dist
 
     # On other ranks torch's new_group() returns NON_GROUP_MEMBER, which is no ProcessGroup.
