@@ -265,8 +265,8 @@ def planned_schedule_class() -> type:
 def _gradients_received_before_forwards(order: Sequence[OnePass]) -> tuple[int, ...]:
     """Return for each forward pass of a stage how many gradients the stage has received before it.
 
-    A gradient comes from the next stage. The stage receives one for each whole backward pass, and for each
-    first part of a split one.
+    A gradient comes from the next stage. The stage receives a gradient for each whole backward pass, and for
+    each first part of a split backward pass.
 
     Args:
         order: The passes of the stage.

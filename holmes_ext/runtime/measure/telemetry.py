@@ -117,7 +117,7 @@ class Recorder:
         """True if something gets the operations of each step: the telemetry file, metrics or --holmes-adapt.
 
         Only then are durations and sent bytes measured. Without listeners, this recorder only serves the
-        watchdog. The watchdog looks at operations under way.
+        watchdog, which looks at operations under way.
         """
         return bool(self.on_step)
 

@@ -110,7 +110,7 @@ class Round:
 
 
 def relay_rounds(across: CrossClusterAlgorithm, names: Sequence[str], cluster: str) -> list[Round]:
-    """Return a cluster's rounds of a sum that passes around a ring or along a tree of clusters.
+    """Return a cluster's rounds (of receives, then sends) in a sum around a ring or along a tree of clusters.
 
     Args:
         across: The ring or tree of clusters.

@@ -194,7 +194,7 @@ class HierarchicalAllReduce:
         """Start the sum of a tensor over all ranks, in place; see Reduction.all_reduce.
 
         Args:
-            flat: Flat and contiguous, on the CPU.
+            flat: One-dimensional and contiguous, on the CPU.
             bucket: The bucket whose buffer `flat` is, or None. With a compression that has error
                 feedback, it identifies the rounding errors of earlier calls (if None: `flat`).
         """

@@ -158,7 +158,7 @@ class HierarchicalCollectives:
         """Start the sum of a tensor over all ranks, in place; see Reduction.all_reduce.
 
         Args:
-            flat: Flat and contiguous.
+            flat: One-dimensional and contiguous.
             bucket: The bucket whose buffer `flat` is, or None. With a compression that has error
                 feedback, it identifies the rounding errors of earlier calls (if None: `flat`).
         """

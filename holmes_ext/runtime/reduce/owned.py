@@ -137,7 +137,7 @@ class ReduceToOwners:
         A span is a run of elements. Its owner is the rank that needs their sum.
 
         Args:
-            flat: Flat and contiguous.
+            flat: One-dimensional and contiguous.
             spans: The spans in their order: (number of elements, global rank of the owner). They
                 cover the tensor.
 

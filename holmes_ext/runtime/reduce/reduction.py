@@ -33,7 +33,7 @@ class Reduction(Protocol):
         """Start the sum of a tensor over all ranks of the group, in place.
 
         Args:
-            flat: Flat and contiguous.
+            flat: One-dimensional and contiguous.
             bucket: The bucket whose buffer `flat` is, or None. A reduction that compresses may keep
                 rounding errors from step to step. They are stored by bucket, or by tensor if None.
 

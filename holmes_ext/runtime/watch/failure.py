@@ -228,9 +228,9 @@ def _both(mine: str, first: str) -> str:
 def _describe_suspects() -> str:
     """Return NICs that may have caused a failure, e.g. "; NIC roce0 of node b1 has no link".
 
-    Each NIC of this node is named that has no link, or more errors than at the start of the job. If
-    all of them have a link, neighbouring nodes that do not answer are named, too. "" if there are
-    none.
+    These are the NICs of this node without a link, and those with more errors than at the start of
+    the job. If all of them have a link, neighbouring nodes that do not answer are named, too. "" if
+    nothing is suspect.
     """
     current = session.active()
     if current is None or not current.groups:
