@@ -110,7 +110,7 @@ def features() -> tuple[str, ...]:
 
 @functools.cache
 def registry() -> Registry:
-    """Return the registry of this process, which applies patches and removes them.
+    """Return the registry of this process: it applies patches and removes them.
 
     It has the patches of holmes itself. job.py adds those of the extensions that the job uses.
     """

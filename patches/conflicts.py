@@ -19,8 +19,8 @@ class Conflict(NamedTuple):
     """Two installed packages whose versions do not work together."""
 
     packages: str  # e.g. "deepspeed 0.14.3 with torch 2.4.0"
-    effect: str  # what fails
-    remedy: str  # a pip command that installs versions which work together
+    effect: str  # the failure, in words
+    remedy: str  # a pip command for versions that work together
 
 
 class FailingCombination(NamedTuple):
@@ -32,8 +32,8 @@ class FailingCombination(NamedTuple):
 
     first: Requirement
     second: Requirement
-    effect: str  # what fails
-    remedy: str  # a pip command that installs versions which work together
+    effect: str  # the failure, in words
+    remedy: str  # a pip command for versions that work together
 
 
 FAILING_COMBINATIONS = (

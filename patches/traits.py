@@ -1,6 +1,6 @@
 """Maps each framework of `holmes plan --for` to the traits of its training engine.
 
-The planner reads from the traits what the engine can do, e.g. whether it overlaps gradient reductions.
+The planner reads the abilities of the engine from the traits, e.g. whether it overlaps gradient reductions.
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,8 @@ def any_engine() -> EngineTraits:
     during the backward pass. The unknown engine is assumed to have every ability.
 
     Each framework provides an ability by features of its own. A feature is a group of patches that
-    the user may switch off. As the framework is unknown, so is which of these features the job
-    needs. The planner therefore counts on an ability only if all of its features are on, in every
-    framework.
+    the user may switch off. It is not known which of them the job needs. The planner therefore
+    counts on an ability only if all of its features are on, in every framework.
 
     Returns:
         Traits that map each ability to the names of its features in all frameworks.

@@ -1,13 +1,14 @@
-"""Backends of torch.distributed: the one of a process group, its options, and the networks that it can use.
+"""Backends of torch.distributed: names, options, and the kind of network that each backend can use.
 
-torch's get_backend() returns "undefined" or "cpu:gloo,cuda:nccl" if a program names no backend, or several:
+torch's get_backend() returns "undefined" or "cpu:gloo,cuda:nccl" if a program names no backend or several.
+Their meaning:
 
     init_process_group()                       NCCL if there is a GPU, else gloo
     init_process_group("gloo")                 gloo, for tensors on CPU and GPU
     init_process_group("cpu:gloo,cuda:nccl")   the backend of the tensor's device
 
-traits_of(name) returns the row of a table: what holmes must know of a backend to choose its network. In
-torch 2.15:
+traits_of(name) returns the row of this table: the properties of a backend that holmes needs to choose its
+network. In torch 2.15:
 
     backend        network API       tensors on  communicator made       process group has a fixed GPU
     gloo           sockets           CPU, GPU    with the group          no
@@ -40,7 +41,7 @@ from holmes_ext.plan.traffic import SOCKETS, VERBS
 
 
 class Connect(Enum):
-    """When a backend makes the communicator of a new process group."""
+    """Moment at which a backend makes the communicator of a new process group."""
 
     WITH_GROUP = "with the group"
     AT_FIRST_OPERATION = "at the first operation"
@@ -48,7 +49,7 @@ class Connect(Enum):
 
 @dataclass(frozen=True)
 class BackendTraits:
-    """Row of the backend table: one backend, its network API, devices and communicators."""
+    """Properties of a torch.distributed backend: its name, network API, devices and communicators."""
 
     name: str
     network_api: str  # VERBS or SOCKETS; "" if the backend chooses its networks itself
@@ -120,7 +121,7 @@ def _traits_of_nccl2() -> BackendTraits:
 
 
 def _nccl_is_nccl2() -> bool:
-    """Return whether torch's backend "nccl" is the implementation that is also called "nccl2"."""
+    """Return whether "nccl" names the newer implementation, nccl2, in the installed torch."""
     from torch.distributed import distributed_c10d
 
     create_nccl2 = getattr(distributed_c10d, "_create_nccl2_process_group", None)
@@ -136,7 +137,8 @@ def backend_of(group: Any = None, device_type: str = "") -> str:
 
     Args:
         group: The process group; None for the group of all ranks.
-        device_type: Device of the tensors, "cpu" or "cuda"; "" for the GPU if there is one, else the CPU.
+        device_type: Device of the tensors, "cpu" or "cuda"; "" for the GPU if the host has a GPU, else the
+            CPU.
     """
     import torch.distributed as dist
 
@@ -158,11 +160,11 @@ def group_ranks(group: Any) -> list[int]:
 
 
 def backend_named(text: str, device_type: str = "") -> str:
-    """Return the backend for one device type. If there is none, return the first backend in `text`.
+    """Return the backend for one device type. If it has none, return the first backend in `text`.
 
     Args:
         text: The backend as a program gives it or as torch returns it, e.g. "cpu:gloo,cuda:nccl".
-        device_type: "cpu" or "cuda"; "" for the GPU if there is one, else the CPU.
+        device_type: "cpu" or "cuda"; "" for the GPU if the host has a GPU, else the CPU.
     """
     import torch
 
@@ -195,7 +197,8 @@ def options_of(group: Any) -> Any:
     """Return the options that a group's backend was made with.
 
     Returns:
-        E.g. ProcessGroupNCCL.Options; None if the backend does not tell them (gloo before torch 2.7).
+        E.g. ProcessGroupNCCL.Options; None if torch cannot return the backend's options (gloo before torch
+        2.7).
     """
     import torch
 
@@ -217,7 +220,7 @@ def network_api_of(backend: str) -> str:
 
 
 def one_hardware_queue() -> bool:
-    """Return whether all CUDA streams share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
+    """Return whether all CUDA streams share a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
     Kernels of all streams then start in the order of their launches, and a kernel that waits delays all later
     ones. Megatron-LM requires this setting for some overlaps. See "CUDA environment variables" in

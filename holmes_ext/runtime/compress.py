@@ -12,7 +12,7 @@ With int8, the rounding error is added to the same elements in the next step (er
 
 All ranks get identical bits: decoding depends only on the bytes on the wire, and the sender goes on with
 its own decoded tensor, too. NaN and infinity are not hidden: bf16 keeps them, int8 turns their whole
-block into NaN. Neither gets into the residuals, which are the rounding errors for the next step.
+block into NaN. Neither gets into the residuals (the rounding errors that the next step adds).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Codec:
     """Identity codec, and the interface of all codecs for flat tensors.
 
     The sender calls wire = encode(x, residual), the receiver decode(wire, like), with `like` a tensor of x's
-    length, type and device. Only these three matter: the elements of `like` are neither read nor changed.
+    length, type and device. The elements of `like` are neither read nor changed.
     """
 
     #: Bytes on the wire for each byte of a float32 tensor.
@@ -49,7 +49,7 @@ class Codec:
         return dtype.is_floating_point and dtype.itemsize > self.saves_above
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialized tensor that has the size and type of encode(like, ...)."""
+        """Return an uninitialized tensor to receive an encoded tensor of the size and type of `like`."""
         return like.new_empty(like.shape)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Codec:
         return x
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return the decoded tensor, with the length and type of `like`, which is left as it is."""
+        """Return the decoded tensor, with the length and type of `like`. Elements of `like` are not used."""
         return wire
 
 
@@ -74,13 +74,13 @@ class Bf16(Codec):
     saves_above = 2
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialized bfloat16 tensor of the same length."""
+        """Return an uninitialized bfloat16 tensor of the length of `like`."""
         import torch
 
         return like.new_empty(like.numel(), dtype=torch.bfloat16)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Return `x` in bfloat16. There is no residual."""
+        """Return `x` in bfloat16. `residual` is not used."""
         return x.bfloat16()
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ class Bf16(Codec):
 class Int8(Codec):
     """Codec that rounds each block to 255 levels between plus and minus its largest magnitude.
 
-    The wire is a uint8 tensor: the float32 scales of all blocks, then one int8 for each element, then
+    The wire is a uint8 tensor: the float32 scales of all blocks, then an int8 for each element, then
     zeros up to a multiple of 4 bytes.
     """
 
@@ -100,11 +100,11 @@ class Int8(Codec):
     saves_above = 0
 
     def __init__(self, block_size: int = BLOCK):
-        """Create a codec for blocks of `block_size` elements, which share a scale."""
+        """Create a codec for blocks of `block_size` elements. The elements of a block share a scale."""
         self.block_size = block_size
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialized uint8 tensor for the scales and levels of `like`."""
+        """Return an uninitialized uint8 tensor with room for the encoded `like`: its scales and levels."""
         import torch
 
         blocks = _divide_up(like.numel(), self.block_size)
@@ -147,7 +147,10 @@ class Int8(Codec):
         return wire
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return each level times the scale of its block, in the type of `like`."""
+        """Return the elements that `wire` encodes: each level times the scale of its block.
+
+        The result has the length and type of `like`. Elements of `like` are not used.
+        """
         import torch
 
         numel = like.numel()
@@ -187,7 +190,7 @@ def codec(kind: str) -> Codec:
     return _CODECS[kind]
 
 
-#: Rounding errors (residuals) of one tensor, by compressed message: (tag of the message in the
+#: Rounding errors (residuals) of a tensor, by compressed message: (tag of the message in the
 #: all-reduce, offset or number of the part of the tensor that it carries) -> residual.
 ResidualMap = dict[tuple[int, int], "torch.Tensor"]
 
@@ -222,10 +225,10 @@ def residual_of(
     """Return the rounding errors of a tensor part that was compressed in the last training step.
 
     Error feedback adds them to the part before it is compressed again. If the part has not been
-    compressed yet, they are zeros, which are also stored in `residuals`.
+    compressed yet, they are zeros, and are stored in `residuals`.
 
     Args:
-        residuals: Key -> rounding errors, of one tensor. None: the codec has no error feedback, and
+        residuals: Key -> rounding errors of the tensor. None: the codec has no error feedback, and
             None is returned.
         key: (tag of the message in the all-reduce, offset or number of the part in the tensor).
         part: Elements that are going to be compressed.

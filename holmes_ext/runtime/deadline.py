@@ -1,14 +1,14 @@
-"""Deadlines of whole operations, a timeout for calls that have none, and errors that one rank prints for all.
+"""Deadlines of whole operations, a timeout for any function, and errors that only the first rank prints.
 
-All ranks of a job often meet the same error at the same call. told_once() prints it on one of them, with the
-job's key-value store:
+All ranks of a job often meet the same error at the same call. told_once() prints it on the first rank that
+reaches it. The ranks agree through the job's key-value store:
 
     1. each rank     claims the message in the store
     2. first rank    prints it, then marks it as printed
     3. other ranks   wait for this mark, at most _WAIT seconds
     4. store's host  waits until all ranks have seen the mark, because the store ends with this process
 
-The line is printed before any rank ends, because a launcher ends all ranks as soon as one has ended.
+The line is printed before any rank ends, because a launcher ends all ranks as soon as any rank has ended.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _POLL_S = 0.02
 
 
 def told_once(error: HolmesError, topic: str = "") -> HolmesError:
-    """Print an error that several ranks meet on one of them, and return the error to raise.
+    """Print an error on the first of several ranks that meet it, and return the error to raise.
 
-    Every rank that meets the error calls this function. The first one to call it prints the error.
-    The ranks find out through the job's key-value store which one was first.
+    Every rank that meets the error calls this function. The first caller prints the error. The
+    ranks find out through the job's key-value store which of them was first.
 
     Args:
         error: The error.
@@ -47,8 +47,8 @@ def told_once(error: HolmesError, topic: str = "") -> HolmesError:
 
     Returns:
         A RemoteError with the same text: its handler ends the process without printing the text.
-        Without a store, or if the store fails: `error` itself, which each rank then prints. A
-        message that is printed twice is better than none.
+        Without a store, or if the store fails: `error` itself, so each rank prints it. A message
+        that is printed twice is better than none.
     """
     current = session.active()
     if current is None or current.store is None:
@@ -64,7 +64,7 @@ def told_once(error: HolmesError, topic: str = "") -> HolmesError:
         # Writes this rank only if the key has no value yet; returns the key's value afterwards.
         first_rank = store.compare_set(key, "", own_rank).decode()
         if first_rank == own_rank:
-            # job._excepthook_over replaces sys.stderr, so the original one is used.
+            # job._excepthook_over replaces sys.stderr, so the original stream is used.
             print(f"holmes: {error}", file=sys.__stderr__, flush=True)
             store.set(f"{key}/told", "yes")  # the message is printed
         store.wait([f"{key}/told"], timedelta(seconds=_WAIT))
@@ -118,11 +118,11 @@ class Deadline:
             raise self.missed()
 
     def missed(self) -> TimeoutError:
-        """Return the error for an operation that is not done in time."""
+        """Return the error to raise if the operation is not done in time."""
         return TimeoutError(f"{self.operation} took longer than {self.seconds:.3g} s")
 
     def limit(self, connection: socket.socket) -> None:
-        """Set the timeout of a socket to the time that is left; raise TimeoutError if there is none."""
+        """Set the timeout of a socket to the time that is left; raise TimeoutError if none is left."""
         self.check()
         connection.settimeout(max(self.left, _LEAST_S))
 
@@ -143,7 +143,7 @@ def within(seconds: float, late: str, function: Callable[..., Any], *args: Any) 
         *args: Arguments of the function.
 
     Returns:
-        What the function returns. What it raises is raised, too.
+        The result of the function. An exception of the function is raised here.
 
     Raises:
         HolmesError: The function has not returned in time.

@@ -24,7 +24,7 @@ def activate(functions: Mapping[str, list[Callable[..., Any]]]) -> None:
     """Register functions of extensions.
 
     Args:
-        functions: Name of a hook in holmes_ext.extensions.HOOKS -> functions that it calls.
+        functions: Name of a hook in holmes_ext.extensions.HOOKS -> functions that are called there.
     """
     _functions.update(functions)
 
@@ -47,7 +47,7 @@ def on_start(current: Session) -> list[str]:
 
 
 def on_ready(current: Session) -> None:
-    """Call the on_ready functions of extensions; one of them may end the program."""
+    """Call the on_ready functions of extensions, when holmes has started; they may end the program."""
     for function in list(_functions["on_ready"]):
         function(current)
 
@@ -79,7 +79,14 @@ def on_step(
 def on_reduction(
     current: Session, ranks: tuple[int, ...], network_api: str, reducer: object
 ) -> None:
-    """Call the on_reduction functions of extensions before gradients are reduced over `ranks`."""
+    """Call the on_reduction functions of extensions before gradients are reduced over `ranks`.
+
+    Args:
+        current: The session of this process.
+        ranks: Members of the process group.
+        network_api: How the group reaches the network: "verbs" (NCCL) or "sockets" (gloo).
+        reducer: The PlannedReduction that sums the gradients.
+    """
     for function in _functions["on_reduction"]:
         function(current, ranks, network_api, reducer)
 
@@ -92,8 +99,9 @@ def reduction_for(group: Any, size: int, spec: ReductionSpec, device_type: str) 
     Args:
         group: The process group.
         size: Bytes of gradients that the group sums in a step.
-        spec: What the plan says of the group's reduction.
-        device_type: Device of the gradients, "cpu" or "cuda"; "" for the GPU if there is one, else the CPU.
+        spec: The planned reduction of the group's gradients: algorithm, codec, overlap.
+        device_type: Device of the gradients, "cpu" or "cuda"; "" for the GPU if the host has a GPU, else the
+            CPU.
     """
     for make in _functions["reductions"]:  # each returns a Reduction, or None
         reduction: Reduction | None = make(group, size, spec, device_type)
@@ -103,6 +111,6 @@ def reduction_for(group: Any, size: int, spec: ReductionSpec, device_type: str) 
 
 
 def on_checkpoint() -> None:
-    """Call the on_checkpoint functions of extensions after this rank has written its part."""
+    """Call the on_checkpoint functions of extensions: this rank has written its part of a checkpoint."""
     for function in _functions["on_checkpoint"]:
         function()

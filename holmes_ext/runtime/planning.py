@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 
 
 class JobRequest(Protocol):
-    """What one rank knows about its job at the start: options, model, framework and cluster file.
+    """Job as one rank sees it at the start: options, model, framework and cluster file.
 
     The rank does not know the other nodes yet. Later, all ranks report their nodes and NICs to rank
-    0, which passes them to make_plan().
+    0. Rank 0 passes the reports to make_plan().
     """
 
     options: Options
     model: Model | None  # the model that is trained, if the user has described it
-    engine: EngineTraits  # what holmes can do with the job's framework
+    engine: EngineTraits  # the features of holmes that the job's framework supports
     spec: SiteSpec | None  # content of cluster.toml, after read_files()
-    digests: dict[str, str]  # kind of a file -> digest, which must be the same on all ranks
+    digests: dict[str, str]  # kind of a file -> its digest. All ranks must have the same.
 
     def read_files(self) -> None:
         """Read the files that the options name, such as cluster.toml and the model's description."""
 
     def make_plan(self, nodes: list[NodeReport]) -> tuple[Site, Plan]:
-        """Make the plan for the nodes that reported."""
+        """Make the plan for the nodes of a job, from their reports; return it with the nodes and networks."""
 
     def start_again(self, layers: str, sizes: Sizes | None) -> tuple[Options, list[str]]:
         """Return options that continue a restarted job with the layers its last run has chosen.
 
-        "again": this run is the one after a restart, which has already happened. With
+        "again": the restart has already happened, and this is the run after it. With
         --holmes-restart auto, a running job measures its layers. If other numbers of layers per
         stage would be faster, the job ends after a checkpoint. torchrun then starts it again, and
         this method puts these numbers into the options.
@@ -53,15 +53,15 @@ class JobRequest(Protocol):
             sizes: Parallel sizes of the last run; None if unknown.
 
         Returns:
-            The options of this run, and lines to print that say which layers this run uses and why.
+            The options of this run, and lines to print: the layers of this run, and the reason.
         """
 
 
 class PlanMaker(Protocol):
-    """Functions that derive a Plan from another Plan; the module plan/maker.py has them."""
+    """Interface of the functions that derive a Plan from another Plan; plan/maker.py implements it."""
 
     def on_ports(self, plan: Plan, site: Site, options: Options, *, engine: EngineTraits) -> Plan:
-        """Return the plan for a site from which ports of NICs were excluded."""
+        """Return the plan for `site`: the same nodes, without the NIC ports that a test has excluded."""
 
     def complete_plan(
         self, plan: Plan, sizes: Sizes, options: Options, model: Model | None, engine: EngineTraits
@@ -77,14 +77,22 @@ class PlanMaker(Protocol):
         total_bytes: float,
         engine: EngineTraits,
     ) -> ReductionSpec:
-        """Return how a group of ranks reduces `total_bytes` of gradients in a training step."""
+        """Return how a group of ranks reduces gradients: algorithm, bucket size, codec, overlap.
+
+        Args:
+            plan: The plan of the job.
+            ranks: Members of the group.
+            network_api: How the group reaches the network: "verbs" (NCCL) or "sockets" (gloo).
+            options: The job's options.
+            total_bytes: Bytes of gradients that the group reduces in a training step.
+            engine: What the job's framework supports.
+        """
 
     def advice_on_spanning(self, plan: Plan, site: Site, sizes: Sizes, instances: int) -> str:
         """Return a line of advice on process groups that have ranks in several clusters; "" without any.
 
-        The line names such groups, and suggests other parallel sizes. With these sizes, the groups
-        would have all their ranks in one cluster. This is an interface: holmes_ext.plan.maker
-        implements the method.
+        The line names such groups, and suggests parallel sizes with which each group would have all
+        its ranks in one cluster.
 
         Args:
             plan: The plan of the job.

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Session:
-    """The job as one process sees it: plan, nodes, this rank, process groups, key-value store.
+    """The job as this process sees it: plan, nodes, this rank, process groups, key-value store.
 
-    Each process makes one Session when the job starts (start/rank.py). active() returns it.
+    Each process makes a single Session when the job starts (start/rank.py). active() returns it.
     """
 
     options: Options
@@ -46,11 +46,11 @@ class Session:
     backends: set[str] = field(default_factory=set)
     #: Prefix of the keys that this start of the job has in its store.
     key_prefix: str = "holmes/1"
-    #: The job's key-value store; None in a job of one process.
+    #: The job's key-value store; None in a job with a single process.
     store: Any = None
     #: The model that is trained; None if the user has not described it.
     model: Model | None = None
-    #: What holmes can do with the job's framework.
+    #: Features of holmes that the job's framework supports.
     engine: EngineTraits = EngineTraits()
     #: Derives other plans from `plan`. None only in tests that need no other plan.
     maker: PlanMaker | None = None
@@ -63,8 +63,8 @@ class Session:
     #: True with ZeRO 3: DeepSpeed reduces the gradients by itself, whatever the plan says.
     keeps_own_reduction: bool = False
     #: The plan with reductions that --holmes-adapt chose from measurements of this job; None before.
-    #: It is separate from `plan` and `_resized`, which only say what was decided last: a reducer must
-    #: recognize that its reduction was chosen again, and replace it.
+    #: `plan` and `_resized` contain these reductions, too, but do not show whether a reduction came from
+    #: measurements. Reducers need that: they then replace their reduction.
     measured_plan: Plan | None = None
     #: Plans for parallel sizes other than those of `plan`.
     _resized: dict[Sizes, Plan] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Session:
         return self._resized[sizes]
 
     def adopt(self, sizes: Sizes, plan: Plan, sums: bool = False) -> None:
-        """Use another plan from now on, which --holmes-adapt made from measurements of the running job.
+        """Use another plan from now on: --holmes-adapt made it from measurements of the running job.
 
         Afterwards plan_for(sizes) returns the new plan. It is stored in `self.plan` if that has the
         same parallel sizes, else with the plans for other sizes.
@@ -119,7 +119,7 @@ class Session:
             plan: The new plan.
             sums: Whether the plan also changes how gradients are summed (reduced). Then it is also
                 stored in `measured_plan`. Reducers look there at the beginning of each step, and
-                replace their reduction if the plan has another one.
+                replace their reduction if it differs from the new plan.
         """
         if sums:
             self.measured_plan = plan
@@ -157,7 +157,7 @@ class Session:
         if compress is not None:
             options = replace(options, compress_gradients=compress)
         members = tuple(ranks)
-        # None, unless measurements of this job have led to another reduction than the planned one.
+        # None, unless measurements of this job have led to a reduction that was not planned.
         measured = self.reduction_from_measurements(members, backend)
         # A reduction from measurements was chosen for the codec of --holmes-compress-gradients. It
         # does not suit a caller that wants another codec (`compress`).
@@ -206,9 +206,9 @@ class DoneReduction:
     """How a process group reduced its gradients, and how it was planned to."""
 
     planned: ReductionSpec
-    #: Bytes of the largest reduction in one piece, or of all reductions of a training step.
+    #: Bytes of gradients: of the largest single reduction, or of all reductions of a training step.
     bytes: float
-    #: True: hierarchical all-reduce. False: one ring.
+    #: True: hierarchical all-reduce. False: a single ring.
     hierarchical: bool
     #: Whether it overlapped the last backward pass.
     overlap: bool
@@ -224,13 +224,13 @@ def note_reduction(
     """Record how a process group has reduced gradients, for the comparison of the job with its plan.
 
     Of several reductions of a group, the largest is kept. Nothing is recorded if holmes is off, or if the
-    group has one rank only.
+    group has only a single rank.
 
     Args:
         ranks: Members of the group.
         planned: The planned reduction; None if there is no plan for the group, and nothing is recorded.
         size: Bytes of gradients that were reduced.
-        **how: Other fields of DoneReduction.
+        **how: Other fields of DoneReduction: hierarchical, overlap, follows_plan.
     """
     members = tuple(ranks)
     if _active is None or planned is None or len(members) <= 1:
@@ -273,8 +273,8 @@ def tell(current: Session, text: str, once: str | Literal[True] = "") -> None:
     Args:
         current: The session of this process.
         text: The line; "" prints nothing.
-        once: A topic about which only the first line is printed; True if only the same text must not be
-            printed twice. "": always print.
+        once: A topic: only the first line about it is printed. True: the same text is not printed twice. "":
+            always print.
     """
     topic = text if once is True else once  # "": no topic
     if not text or current.rank != 0 or topic in _told:

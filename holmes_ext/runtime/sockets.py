@@ -8,7 +8,7 @@ up all threads:
     stranger   every connection until its handler calls guest.admit(). Strangers are counted in all, and for
                each address (IPv6: each /64 network). If there are too many, the oldest connection of the
                address that has most of them is closed.
-    admitted   connections whose client has authenticated itself. They are counted in all, and one address
+    admitted   connections whose client has authenticated itself. They are counted in all, and an address
                gets about half of the places.
 """
 
@@ -27,11 +27,11 @@ from collections.abc import Callable
 _PORT_COUNT = 65536
 _MOST_HOST_LENGTH = 253  # characters of a host name (RFC 1035, 2.3.4)
 _MOST_LABEL_LENGTH = 63  # characters between two dots of a host name
-#: Bits of an IPv6 prefix within which one host may take any address (RFC 4291, 2.5.4).
+#: Bits of the IPv6 prefix of a network: a single host may take any address with it (RFC 4291, 2.5.4).
 _IPV6_SITE_BITS = 64
 _KEEPALIVE_IDLE_S = 25  # silence before TCP's first keepalive probe
 _KEEPALIVE_INTERVAL_S = 5  # between two probes
-_KEEPALIVE_COUNT = 5  # probes without an answer after which the connection fails
+_KEEPALIVE_COUNT = 5  # unanswered probes until the connection fails
 #: Seconds until the next try if accept() fails because descriptors or memory are used up.
 _RETRY_S = 0.1
 _MOST_HELLO_BYTES = 4096
@@ -45,7 +45,7 @@ def split_address(text: str, default_port: int | None = None) -> tuple[str, int]
 
     Args:
         text: The address. An IPv6 address stands in brackets: "[::1]:29600".
-        default_port: Port for a text without one; None if the text must have a port.
+        default_port: Port for a text without a port; None if the text must have a port.
 
     Raises:
         ValueError: The text is no such address. The message quotes the text.
@@ -71,7 +71,7 @@ def split_address(text: str, default_port: int | None = None) -> tuple[str, int]
 
 
 def _check_host(host: str, text: str) -> None:
-    """Raise ValueError, which quotes `text`, if `host` is neither a host name nor an IP address."""
+    """Raise ValueError if `host` is neither a host name nor an IP address. The message quotes `text`."""
     has_valid_characters = all(c.isascii() and (c.isalnum() or c in "-._:%") for c in host)
     labels = host.removesuffix(".").split(".")
     has_valid_labels = all(0 < len(label) <= _MOST_LABEL_LENGTH for label in labels)
@@ -85,7 +85,7 @@ def address_text(host: str, port: int) -> str:
 
 
 def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the IP address that `host` is; None if it is a name.
+    """Return `host` as an IP address; None if it is a name.
 
     An IPv4 address that is mapped into IPv6 (::ffff:10.0.0.1) is returned as IPv4 address.
     """
@@ -103,7 +103,7 @@ def peer_host(connection: socket.socket) -> str:
 
 
 def network_of(host: str) -> str:
-    """Return the network whose addresses probably all belong to one client.
+    """Return the network of an address. All addresses of such a network probably belong to the same client.
 
     This is the /64 network of an IPv6 address, and an IPv4 address itself.
     """
@@ -114,7 +114,7 @@ def network_of(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address. A name is none."""
+    """Return whether `host` is a loopback address; False for a host name."""
     address = ip_of(host)
     return address is not None and address.is_loopback
 
@@ -184,7 +184,7 @@ class Guest:
         self.socket = connection
         self.host = host
         self._admit = admit
-        self.network = network_of(host)  # guests of one network share a limit
+        self.network = network_of(host)  # guests of the same network share a limit
         self.kept = False  # whether the handler keeps the socket open after it returns
 
     def admit(self) -> bool:
@@ -200,11 +200,11 @@ class Guest:
         self.kept = True
 
     def becomes(self, wrapped: socket.socket) -> None:
-        """Use the TLS socket that wraps this guest's socket from now on."""
+        """Replace this guest's socket by the TLS socket that wraps it, for all later calls."""
         self.socket = wrapped
 
     def cut(self) -> None:
-        """Shut the connection down. A thread that reads or writes it returns. Any thread may call this."""
+        """Shut the connection down: threads that read or write it return. Any thread may call this."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -232,7 +232,7 @@ class Listener:
                 closed unless guest.keep() was called.
             name: Name of the threads.
             strangers: Largest number of guests that are not admitted.
-            per_address: Largest number of guests from one address that are not admitted.
+            per_address: Largest number of guests from the same address that are not admitted.
             admitted: Largest number of admitted guests.
         """
         self._socket = listening
@@ -283,7 +283,7 @@ class Listener:
 
         The connection counts as a stranger until the handler has authenticated its client.
         Strangers are limited, so that they cannot use up all threads. At a limit, the oldest
-        stranger of one IP network (address range) is disconnected:
+        stranger of an IP network (address range) is disconnected:
 
             limit of the client's network    a stranger of this network
             limit of all strangers           a stranger of the network that has the most strangers
@@ -307,11 +307,11 @@ class Listener:
             raise
 
     def _disconnect_stranger_over_limit(self, network: str) -> None:
-        """Disconnect the oldest suitable stranger if a new one from `network` would exceed a limit.
+        """Disconnect the oldest suitable stranger if a new stranger from `network` would exceed a limit.
 
-        A stranger is a connection that is not admitted yet. If the network of the new one has reached its
-        limit, a stranger of the same network is disconnected. If the limit of all strangers is reached, one
-        of the network with most strangers is. The caller holds the lock.
+        A stranger is a connection that is not admitted yet. If `network` has reached its limit, a stranger of
+        this network is disconnected. If the limit of all strangers is reached, a stranger of the network with
+        most strangers is disconnected. The caller holds the lock.
         """
         counts = Counter(guest.network for guest in self._strangers)
         if counts[network] >= self._most_per_address:
@@ -370,7 +370,7 @@ class Listener:
 
 
 def answer_hello(guest: Guest, hello: dict[str, str], answer_s: float) -> None:
-    """Read one line from a guest, and answer with `hello` as a line of JSON.
+    """Read a line from a guest, and answer with `hello` as a line of JSON.
 
     Args:
         guest: The connection to a client that has called exchange_hello().
@@ -393,8 +393,8 @@ def exchange_hello(
     """Connect to an address, and check that the expected node answers.
 
     Args:
-        source: IP address of this host from which the connection is made.
-        target: IP address and port of the other node, which calls answer_hello().
+        source: IP address of this host; the connection is made from it.
+        target: IP address and port of the other node. It must call answer_hello().
         hello: Identifies this node and the job: {"node": ..., "token": ...}.
         expected: The answer of the expected node.
         connect_s: Seconds until the other end must accept the connection.
@@ -412,14 +412,15 @@ def exchange_hello(
     with connection:
         try:
             connection.settimeout(answer_s)
-            # Both ends send one line of JSON.
+            # Both ends send a line of JSON.
             connection.sendall(json.dumps(hello).encode() + b"\n")
             answer = json.loads(connection.makefile("rb").readline(_MOST_HELLO_BYTES))
         except TimeoutError:
             return f"connected, but no answer within {answer_s:g} s"
         except OSError as error:
             # An error of the operating system has a text (strerror), such as "Connection reset by
-            # peer". One without a text is taken for an answer of a process outside of this job.
+            # peer". An error without a text is taken for an answer of a process outside of this
+            # job.
             return f"connected, but the answer failed: {error.strerror or 'it is not of this job'}"
         except (ValueError, RecursionError):  # RecursionError: lists in lists, hundreds of times
             return "connected, but the answer failed: it is not of this job"

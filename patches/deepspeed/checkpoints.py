@@ -10,7 +10,7 @@ the cause. This module compares them first:
             checkpoint without holmes_split.json was saved without holmes: its split is the one that DeepSpeed
             itself makes of the model.
 
-The module also delays the file `latest`, which names the checkpoint to resume from. Rank 0 writes it only
+The module also delays the file `latest`. It names the checkpoint to resume from. Rank 0 writes it only
 after all ranks have written their files.
 """
 
@@ -129,7 +129,7 @@ class Split:
 
 
 def saved_split(folder: Path, module: Any, tensor: int) -> Split:
-    """Return the pipeline stages and the tensor-parallel size with which a checkpoint was saved.
+    """Return the pipeline stages and the tensor-parallel size of a saved checkpoint.
 
     - If the folder has the file holmes_split.json, the answer is in it.
     - Otherwise the checkpoint was saved without holmes. If it has as many files as this job would save,
@@ -212,7 +212,7 @@ def layers_of(module: Any, parts: Sequence[int]) -> list[int]:
     - A stage other than the first begins with another layer, such as a norm between two blocks.
 
     Args:
-        module: DeepSpeed's PipelineModule, which lists all layers of the model.
+        module: DeepSpeed's PipelineModule. It lists all layers of the model.
         parts: Index of the first layer of each stage, then the number of layers: (0, 4, 11).
     """
     names = [class_name(spec) for spec in module._layer_specs]
@@ -222,8 +222,8 @@ def layers_of(module: Any, parts: Sequence[int]) -> list[int]:
     layers = [names[start:end].count(block_class) for start, end in zip(parts, parts[1:])]
     if not all(layers):  # a stage without blocks
         return []
-    # borders_of() returns what --holmes-partition makes of these numbers, in the form of `parts`.
-    # `source` is only used in an error message.
+    # borders_of() returns the stages that --holmes-partition makes of these numbers, in the form of
+    # `parts`. `source` is only used in an error message.
     planned_parts = borders_of(names, layers, source="")
     if planned_parts != list(parts):  # a stage begins with another layer than a block
         return []
@@ -263,7 +263,7 @@ def _refuse_other_split(
         load_module_only: Whether to load the weights only.
 
     Raises:
-        HolmesError: On rank 0, the splits differ. The message has both, and what the user can do.
+        HolmesError: On rank 0, the splits differ. The message has both, and ways out.
         RemoteError: On other ranks, the splits differ. Only rank 0 prints the message.
     """
     module = instance.module

@@ -1,4 +1,4 @@
-"""Lists what holmes changes in DeepSpeed, for which versions, and the options that switch each change on."""
+"""Lists the changes of holmes to DeepSpeed, for which releases, and the options that switch them on."""
 
 from dataclasses import replace
 from functools import partial
@@ -58,7 +58,7 @@ JOINED = _of(
 )
 TELEMETRY = _of("telemetry-deepspeed", what="where a step begins and ends")
 
-#: Properties of DeepSpeed by which holmes plans a job.
+#: Properties of DeepSpeed, for holmes's planner.
 DEEPSPEED = EngineTraits(
     "deepspeed",
     AWAITED,

@@ -2,11 +2,11 @@
 
     optimizer        reads gradients from
     ZeRO 0           the attribute .grad of each parameter
-    BF16_Optimizer   float32 sums, to which it adds .grad after each micro-batch
+    BF16_Optimizer   float32 sums; it adds .grad to them after each micro-batch
     ZeRO 1           sums over the micro-batches; it reads only the part of them that this rank updates
 
-A class for each of them says where the gradients are, what they are divided by, and what remains to do after
-the reduction.
+A class for each of them finds the gradients, knows their divisor, and does the work that remains after the
+reduction.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PartOfGradient(NamedTuple):
 
 
 def gradients_of(engine: Any) -> PlainGradients:
-    """Return the object that finds the gradients which the optimizer of a DeepSpeed engine reads.
+    """Return the object that finds the gradients for the optimizer of a DeepSpeed engine.
 
     The class of the object depends on the optimizer: BF16_Optimizer, ZeRO 1, or any other.
     """
@@ -42,8 +42,9 @@ class PlainGradients:
     """Access to the gradients of a DeepSpeed engine with ZeRO 0, where the optimizer reads .grad.
 
     gradients_of() makes one object for each engine. The reduction during the backward pass calls it
-    to find each gradient and the divisor of the sum. It also says which ranks need the sum. The
-    subclasses do the same for BF16_Optimizer and ZeRO 1, which read gradients from other tensors.
+    to find each gradient and the divisor of the sum. It also returns the ranks that need the sum.
+    The subclasses do the same for BF16_Optimizer and ZeRO 1: these read gradients from other
+    tensors.
     """
 
     def __init__(self, engine: Any):
@@ -64,7 +65,7 @@ class PlainGradients:
         return self.positions is None or id(parameter) in self.positions
 
     def predivide(self, ranks: int) -> float:
-        """Return the number by which each rank divides its gradients before they are summed.
+        """Return the divisor of each rank's gradients before they are summed.
 
         The same divisor as in DeepSpeedEngine.allreduce_bucket. If the sum is to be an average, the
         rest of the division follows after the sum.
@@ -81,7 +82,7 @@ class PlainGradients:
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
-        """Do nothing: a hook around a step's last backward pass, which runs inside this context.
+        """Do nothing: a hook around a step's last backward pass.
 
         Bf16Gradients overrides it: its gradients must be added to float32 sums during the pass.
         """
@@ -95,7 +96,7 @@ class PlainGradients:
         """
 
     def owners(self) -> Callable[[Any], list[PartOfGradient]] | None:
-        """Return a function that says which rank needs which part of a gradient, or None.
+        """Return a function that lists the parts of a gradient with the rank that needs each, or None.
 
         The function takes a parameter, and returns the parts of its gradient in the order of the
         elements. None means that every rank needs all gradients, as here.
@@ -104,7 +105,7 @@ class PlainGradients:
 
 
 class Bf16Gradients(PlainGradients):
-    """Access to the gradients of BF16_Optimizer, which keeps float32 sums over the micro-batches.
+    """Access to the gradients of BF16_Optimizer. It keeps float32 sums over the micro-batches.
 
     DeepSpeed adds the bf16 gradients to these sums after a backward pass, in update_hp_grads. In
     the last backward pass, gradients are sent while the pass runs. Therefore each gradient is added
@@ -125,15 +126,19 @@ class Bf16Gradients(PlainGradients):
 
     def gradient(self, parameter: Any) -> Any:
         """Return the float32 sum of a parameter's gradients, with that of the last micro-batch added."""
-        i, j = self.positions[id(parameter)]
-        self._add_to_float32_sum(parameter, i, j)
-        return self.optimizer.fp32_groups_gradients[i][j]
+        group, index = self.positions[id(parameter)]
+        self._add_to_float32_sum(parameter, group, index)
+        return self.optimizer.fp32_groups_gradients[group][index]
 
-    def _add_to_float32_sum(self, parameter: Any, i: int, j: int) -> None:
-        """Add the bf16 gradient of parameter j in group i to its float32 sum, once in a pass.
+    def _add_to_float32_sum(self, parameter: Any, group: int, index: int) -> None:
+        """Add the bf16 gradient of a parameter to its float32 sum, once in a pass.
 
         Nothing is added if an earlier call in this pass, or a hook of DeepSpeed, has added it
         already.
+
+        Args:
+            group: Index of the parameter's group in the optimizer.
+            index: Index of the parameter in the group.
         """
         if id(parameter) in self.in_float32_sum:
             return
@@ -142,8 +147,9 @@ class Bf16Gradients(PlainGradients):
         is_added_by_deepspeed = read_by_version("immediate_grad_update", self.engine)
         if not is_added_by_deepspeed:
             # "hp" is high precision (float32), "lp" low precision (bf16).
-            self.optimizer._update_hp_grad(parameter, i, j, clear_lp_grads=False)
-        self.in_float32_sum.add(id(parameter))  # in both cases the sum has the gradient now
+            self.optimizer._update_hp_grad(parameter, group, index, clear_lp_grads=False)
+        # Now the sum has the gradient: it was added above or by the hook.
+        self.in_float32_sum.add(id(parameter))
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
@@ -154,25 +160,25 @@ class Bf16Gradients(PlainGradients):
 
         1. During the pass, gradient() adds each gradient just before the sum is sent to the other
            ranks. The set in_float32_sum records the parameter.
-        2. At the end of the pass, DeepSpeed calls update_hp_grads, which normally adds all
+        2. At the end of the pass, DeepSpeed calls update_hp_grads. Normally this adds all
            gradients. Here it is made to do nothing, or it would add those of step 1 twice.
         3. After the pass, this method adds the gradients that step 1 has not added.
         """
         self.in_float32_sum.clear()
         previous_setting = self.optimizer.immediate_grad_update
-        # With this attribute, update_hp_grads does nothing. DeepSpeed's hooks, which add each
-        # gradient at once, are not switched on by it: they exist only if ds_config has the setting.
+        # With this attribute, update_hp_grads does nothing. It does not switch on DeepSpeed's hooks
+        # that add each gradient at once: they exist only if ds_config has the setting.
         self.optimizer.immediate_grad_update = True
         try:
             yield  # here the last backward pass runs
         finally:
             self.optimizer.immediate_grad_update = previous_setting
-        # Gradients that were not sent during the pass. For example those of tied weights, which
-        # two stages share: they are sent after DeepSpeed's ReduceTiedGrads, which reads their
-        # float32 sums. _add_to_float32_sum() skips the parameters in in_float32_sum.
-        for i, group in enumerate(self.optimizer.bf16_groups):
-            for j, parameter in enumerate(group):
-                self._add_to_float32_sum(parameter, i, j)
+        # Gradients that were not sent during the pass. For example those of tied weights (shared by
+        # two stages): they are sent after DeepSpeed's ReduceTiedGrads. That reads their float32
+        # sums. _add_to_float32_sum() skips the parameters in in_float32_sum.
+        for group, parameters in enumerate(self.optimizer.bf16_groups):
+            for index, parameter in enumerate(parameters):
+                self._add_to_float32_sum(parameter, group, index)
 
 
 class ZeroGradients(PlainGradients):
@@ -196,7 +202,7 @@ class ZeroGradients(PlainGradients):
         return self.optimizer.get_gradient_for_reduction(parameter)
 
     def owners(self) -> Callable[[Any], list[PartOfGradient]] | None:
-        """Return a function that says which rank needs which part of a gradient, or None.
+        """Return a function that lists the parts of a gradient with the rank that needs each, or None.
 
         The function takes a parameter, and returns the parts of its gradient in the order of the
         elements. None means that every rank needs all gradients.
@@ -209,7 +215,7 @@ class ZeroGradients(PlainGradients):
         return self._parts_of
 
     def _parts_of(self, parameter: Any) -> list[PartOfGradient]:
-        """Return which rank updates which elements of a parameter, in the order of the elements.
+        """Return the parts of a parameter with the rank that updates each, in the order of the elements.
 
         DeepSpeed's average_tensor sends each rank the gradient of its elements only.
         """
@@ -236,7 +242,7 @@ class ZeroGradients(PlainGradients):
         return parts
 
     def predivide(self, ranks: int) -> float:
-        """Return the number by which each rank divides its gradients before they are summed.
+        """Return the divisor of each rank's gradients before they are summed.
 
         The same divisor as in ZeRO's optimizer.
 

@@ -4,8 +4,8 @@ A hierarchical all-reduce first sums the gradients inside each cluster, over the
 sums the results between clusters, so that each gradient crosses the slow network once for each cluster.
 
 DeepSpeed collects gradients in buckets and sums each bucket with an all-reduce over the whole group. A patch
-of deepspeed.comm.all_reduce makes this sum hierarchically. It does not change which gradients are in a
-bucket, their dtype and their divisor.
+of deepspeed.comm.all_reduce makes this sum hierarchically. It does not change the buckets, their dtype and
+their divisor.
 
     optimizer               summed in                                  hierarchically
     ZeRO 0, BF16_Optimizer  DeepSpeedEngine.allreduce_bucket           yes
@@ -58,8 +58,8 @@ _hierarchical_reductions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyD
 def _all_reduce(call: Call, instance: Any, tensor: Any, op: Any, group: Any, async_op: Any) -> Any:
     """Sum a bucket of gradients hierarchically: inside each cluster, and then between clusters.
 
-    The patched function is deepspeed.comm.all_reduce, which DeepSpeed calls for gradients and for other
-    tensors. call() runs DeepSpeed's own function:
+    The patched function is deepspeed.comm.all_reduce. DeepSpeed calls it for gradients and for other tensors.
+    call() runs DeepSpeed's own function:
 
     - for other tensors than gradients
     - if the call is asynchronous, or no sum
@@ -124,7 +124,7 @@ def _hierarchical_reduction_of(group: Any, size: int) -> Any:
         _spec_that_engine_can_run(spec),
         size,
         hierarchical=hierarchical,
-        overlap=False,  # DeepSpeed's own reduction, which this is, runs after the backward pass
+        overlap=False,  # this is DeepSpeed's own reduction: it runs after the backward pass
         # The report need not warn of a missing overlap: reduce.py has printed the reason already.
         reported=True,
     )
@@ -146,8 +146,8 @@ def _spec_that_engine_can_run(spec: ReductionSpec) -> ReductionSpec:
     """Return the planned gradient reduction, without overlap if the engine is no pipeline engine.
 
     The plan assumes a pipeline engine. holmes can overlap the reduction of such an engine with its
-    last backward pass, but not that of a plain DeepSpeedEngine. The result is what the job's report
-    compares with the reduction that has run.
+    last backward pass, but not that of a plain DeepSpeedEngine. The job's report compares the
+    result with the reduction that has run.
     """
     from deepspeed.runtime.pipe import p2p
 
@@ -162,7 +162,7 @@ def _spec_that_engine_can_run(spec: ReductionSpec) -> ReductionSpec:
 def _report_zero_3(current: Session, call: Call, instance: Any) -> Any:
     """Print how long ZeRO 3 will gather weights between clusters, if the engine uses ZeRO 3.
 
-    This wrapper runs in place of DeepSpeedEngine._configure_zero_optimizer, which call() runs. ZeRO
+    This wrapper runs in place of DeepSpeedEngine._configure_zero_optimizer; call() runs the original. ZeRO
     3 uses DeepSpeed's own collectives, over all ranks at once. holmes does not change these.
     """
     result = call()  # DeepSpeedEngine._configure_zero_optimizer
@@ -175,7 +175,7 @@ def _report_zero_3(current: Session, call: Call, instance: Any) -> Any:
 
 
 def _zero_3_message(current: Session, engine: Any) -> str:
-    """Return a message with the time in which ZeRO 3 gathers weights between clusters.
+    """Return a message with the time that ZeRO 3 takes to gather weights between clusters.
 
     The time is predicted from the networks of the plan. If all ranks that share the weights are in one
     cluster, the message is "".
@@ -230,11 +230,13 @@ def _zero_3_message(current: Session, engine: Any) -> str:
 def _all_reduce_tied(current: Session, call: Call, instance: Any, tensor: Any, group: Any) -> Any:
     """Average the gradient of a weight that two pipeline stages share, over all ranks of both stages.
 
-    In DeepSpeed each rank sums the whole gradient with one rank of the other stage, maybe in another cluster.
-    DeepSpeed then averages the sums over the data-parallel ranks of each stage.
+    In DeepSpeed this takes two steps. First each rank sums the whole gradient with one rank of the other
+    stage, maybe in another cluster. Then DeepSpeed averages the sums over the data-parallel ranks of each
+    stage.
 
-    This function computes the same average at once, hierarchically: inside each cluster, and then between
-    clusters. That sends less between clusters. The average that follows in DeepSpeed no longer changes it.
+    This function replaces the first step, and computes the final average already, hierarchically: inside each
+    cluster, and then between clusters. That sends less between clusters. The second step still runs, but it
+    averages equal values, and so changes nothing.
 
     Args:
         current: Session of holmes in this process, with the plan.
@@ -251,7 +253,7 @@ def _all_reduce_tied(current: Session, call: Call, instance: Any, tensor: Any, g
     # Imported here, where torch has been loaded already.
     from holmes_ext.runtime.reduce.tied import tied_sum_of
 
-    engine = engines_with_tied_reduction[-1]  # the innermost one, which calls this all-reduce
+    engine = engines_with_tied_reduction[-1]  # the innermost: it calls this all-reduce
     sizes = grid_sizes(current, engine.grid)
     tied_sum = tied_sum_of(group, sizes, tensor.device.type)
     if tied_sum is None:  # the plan has no hierarchical sum for these ranks

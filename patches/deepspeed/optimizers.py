@@ -45,17 +45,17 @@ PRECISIONS = ("fp32", "fp16", "bf16")
 #: Bytes of an element.
 WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2}
 PLAIN, FP16, BF16, ZERO = OPTIMIZERS = ("plain", "FP16_Optimizer", "BF16_Optimizer", "ZeRO")
-#: ZeRO stage that shards gradients, and the last one, which shards weights too.
+#: ZeRO stage that shards gradients, and the stage that shards weights too.
 _ZERO_GRADIENTS, _ZERO_WEIGHTS = 2, 3
 
 
 @dataclass(frozen=True)
 class Changes:
-    """Behaviour of one release of DeepSpeed, in the points in which releases differ."""
+    """Behaviour of a release of DeepSpeed, in the points where releases differ."""
 
     #: Whether bf16 at ZeRO 0 sums gradients in fp32 unless data_types.grad_accum_dtype says otherwise.
     sums_bf16_in_fp32: bool
-    #: Whether bf16 at ZeRO 0 may sum gradients in fp32 (in BF16_Optimizer, which shards optimizer states).
+    #: Whether bf16 at ZeRO 0 may sum gradients in fp32 (in BF16_Optimizer: it shards optimizer states).
     accepts_fp32_sums: bool
     #: Whether bf16 at ZeRO 0 may sum gradients in bf16 without a pipeline (in FP16_Optimizer).
     accepts_bf16_sums: bool
@@ -71,7 +71,7 @@ _BEHAVIOUR_SINCE = {
 
 @dataclass(frozen=True)
 class TrainingTypes:
-    """Number formats and offload of a ds_config, which decide which optimizer DeepSpeed makes."""
+    """Number formats and offload of a ds_config. They decide the optimizer that DeepSpeed makes."""
 
     precision: str = "fp32"  # of the weights, one of PRECISIONS
     #: data_types.grad_accum_dtype: type of the sums of gradients over micro-batches; "": DeepSpeed's default.
@@ -143,7 +143,7 @@ def state_of_mode(types: TrainingTypes, version: str) -> dict[Mode, StateBytes]:
 
 
 def _behaviour_of(version: str) -> Changes:
-    """Return the behaviour of a release."""
+    """Return the behaviour of a release of DeepSpeed, in the points where releases differ."""
     release = release_of(version)
     first_releases = [first for first in _BEHAVIOUR_SINCE if Version(first) <= release]
     return _BEHAVIOUR_SINCE[first_releases[-1]]
@@ -159,7 +159,7 @@ def _check_offload(types: TrainingTypes, mode: Mode) -> None:
 
 
 def _default_sums(types: TrainingTypes, mode: Mode, behaviour: Changes) -> str:
-    """Return the type in which gradients are summed if data_types.grad_accum_dtype is not set.
+    """Return the type of the sums of gradients if data_types.grad_accum_dtype is not set.
 
     The sums are those over the micro-batches of a step. DeepSpeed chooses their type in
     DeepSpeedEngine.get_data_types().
@@ -175,13 +175,14 @@ def _default_sums(types: TrainingTypes, mode: Mode, behaviour: Changes) -> str:
 def _name_of(types: TrainingTypes, mode: Mode, sums: str, behaviour: Changes, version: str) -> str:
     """Return the name of the optimizer that DeepSpeed makes, one of OPTIMIZERS.
 
-    The conditions are those of DeepSpeedEngine._do_optimizer_sanity_check(), which chooses it.
+    The conditions are those of DeepSpeedEngine._do_optimizer_sanity_check(): it chooses the
+    optimizer.
 
     Args:
         types: Precision and offload.
         mode: ZeRO stage, and whether there is a pipeline.
-        sums: Type in which gradients are summed over micro-batches: "fp32", "fp16" or "bf16".
-        behaviour: What this release accepts at ZeRO 0.
+        sums: Type of the sums of gradients over micro-batches: "fp32", "fp16" or "bf16".
+        behaviour: Types that this release accepts at ZeRO 0.
         version: The release, for the error message.
 
     Raises:
@@ -221,7 +222,7 @@ def _state_of(name: str, types: TrainingTypes, mode: Mode, sums: str) -> StateBy
         name: Name of the optimizer, one of OPTIMIZERS.
         types: Precision, offload and moments.
         mode: ZeRO stage, and whether there is a pipeline.
-        sums: Type in which gradients are summed over micro-batches: "fp32", "fp16" or "bf16".
+        sums: Type of the sums of gradients over micro-batches: "fp32", "fp16" or "bf16".
     """
     width = float(WIDTHS[types.precision])
     gradient_and_sum_bytes = width + WIDTHS[sums]  # with both parts

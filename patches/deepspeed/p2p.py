@@ -7,8 +7,7 @@ a pair of neighbouring stages gets its own process group if its nodes share a fa
     stage 0 --- stage 1 === stage 2 --- stage 3        --- inside a cluster: the pair's group, fast network
        cluster a      |        cluster b               === between clusters: the world group, Ethernet
 
-A second patch checks that DeepSpeed's pipeline and tensor-parallel sizes are those for which the job was
-planned.
+A second patch checks that DeepSpeed's pipeline and tensor-parallel sizes are the planned sizes.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def _make_pair_groups(current: Session, call: Call, instance: Any, grid: Any) ->
 def p2p_patches(
     feature: Feature, transfer: Callable[..., Any], send_reason: str, receive_reason: str
 ) -> list[Patch]:
-    """Return two patches, which make DeepSpeed's p2p.send and p2p.recv call the same function.
+    """Return two patches that make DeepSpeed's p2p.send and p2p.recv call the same function.
 
     Args:
         feature: The patches are applied if this feature is on.
@@ -97,8 +96,8 @@ def _over_pair_group(direction: str, call: Call, tensor: Any, stage: Any, async_
     """Send or receive a tensor over the process group of two neighbouring pipeline stages, if there is one.
 
     Such a group uses the fast network of a cluster. Without a group, or if the call is asynchronous, call()
-    runs DeepSpeed's own p2p.send or p2p.recv. These use the group of all ranks, which is on Ethernet if the
-    job spans clusters.
+    runs DeepSpeed's own p2p.send or p2p.recv. These use the group of all ranks: it is on Ethernet if the job
+    spans clusters.
 
     Args:
         direction: "send" or "recv". deepspeed.comm has a function of this name.
@@ -140,7 +139,7 @@ def grid_sizes(current: Session, grid: Any) -> Sizes:
 @with_session
 @by_name
 def _check_grid(current: Session, call: Call, instance: Any) -> Any:
-    """Check that the parallel sizes of a DeepSpeed job are those for which the job was planned.
+    """Check that the parallel sizes of a DeepSpeed job are the planned sizes.
 
     The plan was made before the job started, with the sizes in the script's command-line flags. Scripts with
     other flags show their sizes only here, when DeepSpeed has constructed its PipelineParallelGrid. All ranks
@@ -149,7 +148,7 @@ def _check_grid(current: Session, call: Call, instance: Any) -> Any:
     Raises:
         HolmesError: The plan was made for other sizes (raised by check_grid).
     """
-    result = call()  # PipelineParallelGrid.__init__, which sets the sizes in `instance`
+    result = call()  # PipelineParallelGrid.__init__ sets the sizes in `instance`
     check_grid(current, grid_sizes(current, instance))
     return result
 

@@ -1,8 +1,8 @@
 """Gives each pipeline stage of DeepSpeed's PipelineModule the planned number of transformer blocks.
 
 The model of a PipelineModule is a list of layer specs: each describes one layer, such as a transformer block
-or the embedding. DeepSpeed cuts the list into stages by itself. Here the plan of the job, which is made
-before the job starts, says how many blocks each stage gets:
+or the embedding. DeepSpeed cuts the list into stages by itself. Here the plan of the job, made before the job
+starts, says how many blocks each stage gets:
 
     layer specs       to_half embedding positions   block block block | block   norm head
     index             0       1         2           3     4     5       6       7    8
@@ -45,7 +45,7 @@ stock_parts: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictiona
 def class_name(spec: Any) -> str | None:
     """Return the class name of a layer of DeepSpeed's PipelineModule, if it may be a transformer block.
 
-    Return None for functions and tied layers (TiedLayerSpec), which are never transformer blocks.
+    Return None for functions and tied layers (TiedLayerSpec): they are never transformer blocks.
 
     Args:
         spec: An entry of the list of layers: a LayerSpec, a torch module or a function.
@@ -133,7 +133,7 @@ def check_borders(borders: Sequence[Any], specs: int, stages: int) -> list[int]:
 def _partition_layers(call: Call, instance: Any, method: Any) -> Any:
     """Assign the layers of a PipelineModule to pipeline stages.
 
-    This wrapper runs in place of PipelineModule._partition_layers, which call() runs. The first of
+    This wrapper runs in place of PipelineModule._partition_layers; call() runs the original. The first of
     these that exists decides:
 
     1. The borders in the script's partition_method: the index of the first layer of each stage, and then the
@@ -150,7 +150,7 @@ def _partition_layers(call: Call, instance: Any, method: Any) -> Any:
     script_borders = _borders_given_as(method)
     if script_borders is not None:
         borders = check_borders(script_borders, len(specs), instance.num_stages)
-        result = call(method="uniform")  # DeepSpeed's partition, which does not accept borders
+        result = call(method="uniform")  # DeepSpeed's partition: it does not accept borders
         _set_borders(instance, borders, "the script's borders")
         return result
 

@@ -25,7 +25,7 @@ from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
 #: Kinds of passes, as letters in the planned order.
 FORWARD = "F"
 BACKWARD = "B"
-#: First part of a split backward pass: the gradients of the inputs, which the previous stage waits for.
+#: First part of a split backward pass: the gradients of the inputs. The previous stage waits for them.
 INPUT_GRADIENTS = "I"
 #: Second part of a split backward pass: the gradients of the weights. Only zero-bubble orders split passes.
 WEIGHT_GRADIENTS = "W"
@@ -37,7 +37,7 @@ MIN_PIPE_BUFFERS = 2
 class PlannedPasses:
     """Instructions of one training step of a pipeline stage, in a planned order of passes.
 
-    It is a mixin of DeepSpeed's TrainSchedule, which has the attributes that are only declared here.
+    It is a mixin of DeepSpeed's TrainSchedule. That class has the attributes that are only declared here.
     """
 
     stage_id: int
@@ -53,7 +53,7 @@ class PlannedPasses:
         Args:
             stock_schedule: DeepSpeed's own schedule for this step, whose attributes are copied.
             planned_order: The order of passes of all stages.
-            engine: The pipeline engine, which executes the instructions.
+            engine: The pipeline engine. It executes the instructions.
             mailbox: Sends and receives the messages of this stage in the background.
         """
         self.__dict__.update(vars(stock_schedule))
@@ -76,7 +76,7 @@ class PlannedPasses:
         """Return how many activation buffers the engine must allocate.
 
         A micro-batch occupies a buffer from its forward pass until its backward pass. The result is the
-        largest number of micro-batches for which that holds at the same time.
+        largest number of micro-batches that occupy buffers at the same time.
         """
         changes = []  # of the number of occupied buffers, in each pass
         for kind, _ in self.order:
@@ -164,7 +164,7 @@ class PlannedPasses:
         generator goes on.
 
         Args:
-            buffer: Number of the buffer in which the engine keeps the activations of the micro-batch.
+            buffer: Number of the engine's buffer for the activations of the micro-batch.
         """
         from deepspeed.runtime.pipe import schedule
 
@@ -200,8 +200,7 @@ class PlannedPasses:
         The engine executes each yielded list before this generator goes on.
 
         Args:
-            buffer: Number of the buffer in which the engine keeps the activations of the
-                micro-batch.
+            buffer: Number of the engine's buffer for the activations of the micro-batch.
         """
         from deepspeed.runtime.pipe import schedule
 
@@ -229,15 +228,15 @@ class PlannedPasses:
         """Compute a micro-batch's weight gradients: the second part of its split backward pass.
 
         With BF16_Optimizer, this method then adds these bf16 gradients to the float32 sums over the
-        micro-batches. The engine adds gradients only after its instruction BackwardPass, which runs
-        only for the first part. With DeepSpeed's setting immediate_grad_update, a hook has added
-        the gradients already, and this method adds nothing.
+        micro-batches. The engine adds gradients only after its instruction BackwardPass, and this
+        runs only for the first part. With DeepSpeed's setting immediate_grad_update, a hook has
+        added the gradients already, and this method adds nothing.
         """
         engine = self.engine
         has_float32_sums = engine.using_bf16_optimizer
         needs_adding = has_float32_sums and not read_by_version("immediate_grad_update", engine)
         if needs_adding:
-            # Delete the bf16 ("lp") gradients of the first part, which the engine has added already.
+            # Delete the bf16 ("lp") gradients of the first part: the engine has added them already.
             engine.optimizer.clear_lp_grads()
         engine._running_engine_backward = True  # else DeepSpeed's hooks raise an error in this pass
         try:
@@ -266,8 +265,8 @@ def planned_schedule_class() -> type:
 def _gradients_received_before_forwards(order: Sequence[OnePass]) -> tuple[int, ...]:
     """Return for each forward pass of a stage how many gradients the stage has received before it.
 
-    A gradient comes from the next stage. The stage receives one for each whole backward pass, and for each
-    first part of a split one.
+    A gradient comes from the next stage. The stage receives a gradient for each whole backward pass, and for
+    each first part of a split backward pass.
 
     Args:
         order: The passes of the stage.

@@ -22,7 +22,7 @@ from holmes_ext.runtime.measure.profile_file import publish
 from holmes_ext.runtime.measure.profiler import Profiler, profiler
 from holmes_ext.runtime.session import Session
 
-#: Class of an instruction -> the kind of work for which the profile sums its time.
+#: Class of an instruction -> the kind of work that its time counts for in the profile.
 KINDS = {
     "ForwardPass": "forward",
     "BackwardPass": "backward",
@@ -40,7 +40,7 @@ _profilers: weakref.WeakKeyDictionary[Any, Profiler | None] = weakref.WeakKeyDic
 
 
 def labels_of(module: Any) -> list[str | int]:
-    """Return the label under which the profile sums the time of each layer of the model.
+    """Return a label for each layer of the model. The profile adds up times of layers with the same label.
 
     The model has a list of layers. Its transformer blocks are the layers of the class that occurs most often.
     The labels are:
@@ -110,7 +110,7 @@ def _start_profiler(engine: Any, steps: int) -> Profiler:
     The profile sums the time of instructions by kind of work, such as "forward", "send" or "reduce".
 
     The engine looks up the function of each instruction, such as ForwardPass, in the table _INSTRUCTION_MAP
-    of its class. The engine object gets a copy of the table with timed functions, which hides the table of
+    of its class. The engine object gets a copy of the table with timed functions. The copy hides the table of
     the class.
 
     Args:
@@ -121,7 +121,7 @@ def _start_profiler(engine: Any, steps: int) -> Profiler:
     prof = profiler(steps)
     labelled_modules = []
     for label, layer in layers_of_stage(engine.module):
-        if isinstance(layer, Module):  # some layers are functions, which take no hooks
+        if isinstance(layer, Module):  # some layers are functions: they take no hooks
             labelled_modules.append((label, layer))
     prof.watch(labelled_modules)  # adds hooks that time each module
 
@@ -147,7 +147,7 @@ def _start_profiler(engine: Any, steps: int) -> Profiler:
 def _train_batch(current: Session, call: Call, instance: Any) -> Any:
     """Run one training step of the pipeline engine, and measure it if it is one of the first steps.
 
-    This wrapper runs in place of PipelineEngine.train_batch, which call() runs. The option
+    This wrapper runs in place of PipelineEngine.train_batch; call() runs the original. The option
     --holmes-profile sets how many steps are measured. After the last of them, the profiler is
     removed, so that later steps run at full speed, and the profile is written.
     """
@@ -167,7 +167,7 @@ def _train_batch(current: Session, call: Call, instance: Any) -> Any:
 
 
 def _write_profile(current: Session, engine: Any, prof: Profiler) -> None:
-    """Collect what all ranks measured, and write it to the profile's file on rank 0.
+    """Collect the measurements of all ranks, and write them to the profile's file on rank 0.
 
     publish() first also measures the gradient reduction and the transfers between stages alone, while nothing
     else runs. All ranks must therefore call this function.
@@ -203,8 +203,8 @@ def _write_profile(current: Session, engine: Any, prof: Profiler) -> None:
 def _activation_bytes(engine: Any) -> int:
     """Return how many bytes this pipeline stage receives from a neighbouring stage for one micro-batch.
 
-    The number is the size of an activation. The first stage receives no activation, but the gradient of one,
-    which has the same size. If there is only one stage, the result is 0.
+    The number is the size of an activation. The first stage receives no activation, but the gradient of an
+    activation, of the same size. If there is only one stage, the result is 0.
     """
     if engine.num_stages == 1:
         return 0

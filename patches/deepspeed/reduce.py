@@ -10,9 +10,10 @@ is sent when all its gradients are final. The end of a step, in the engine's ins
                         DeepSpeed would reduce all gradients here.
     OptimizerStep
 
-Exception: CUDA_DEVICE_MAX_CONNECTIONS=1 gives a GPU one hardware queue, in which a bucket that waits for the
-previous one holds up the backward pass. The stages before this one then wait longer for their gradients.
-Therefore all stages but the first send their buckets after the backward pass, before ReduceTiedGrads.
+Exception: CUDA_DEVICE_MAX_CONNECTIONS=1 gives a GPU a single hardware queue. In it, a bucket that waits for
+the previous bucket holds up the backward pass. The stages before this one then wait longer for their
+gradients. Therefore all stages but the first send their buckets after the backward pass, before
+ReduceTiedGrads.
 
 The sums are those of DeepSpeed: the same group, dtype and divisors. Only the division into buckets differs.
 gradients.py finds the gradients that the optimizer will read.
@@ -101,7 +102,7 @@ class _Overlap:
         # Finds the gradients that the optimizer reads, and says how DeepSpeed would divide and sum
         # them.
         self.optimizer_gradients = gradients_of(engine)
-        self.reducer: Any = None  # a GradientReducer, which sends the buckets; made by prepare()
+        self.reducer: Any = None  # a GradientReducer that sends the buckets; made by prepare()
         self.backwards_left = 0  # backward passes until the end of the batch; 0 in evaluation
         # In a single hardware queue, a bucket blocks the kernels of the backward pass that come
         # after it. The stages before this one then wait longer for their gradients. So all stages
@@ -118,7 +119,7 @@ class _Overlap:
         return self.reducer is not None and self.reducer.armed
 
     def prepare(self) -> None:
-        """Make the reducer, which averages gradients in buckets during a backward pass.
+        """Make the reducer that averages gradients in buckets during a backward pass.
 
         An existing reducer is used again if the same parameters are trained. Otherwise a new one
         replaces it, for example after a layer was frozen. Its arguments follow DeepSpeed's
@@ -220,7 +221,7 @@ def _start_countdown(call: Call, instance: Any, pipe_schedule: Any) -> Any:
     """Set the number of backward passes until the gradients of a batch are final, then run the batch.
 
     The number is the number of micro-batches in training, and 0 in evaluation. The patched function is
-    DeepSpeed's _exec_schedule, which runs all instructions of one batch.
+    DeepSpeed's _exec_schedule. It runs all instructions of a batch.
     """
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
@@ -238,7 +239,7 @@ def _start_countdown(call: Call, instance: Any, pipe_schedule: Any) -> Any:
 def _run_backward(call: Call, instance: Any) -> Any:
     """Run one backward pass. If it is the last one of the batch, reduce gradients at the same time.
 
-    This wrapper runs in place of PipelineEngine._exec_backward_pass, which call() runs. DeepSpeed
+    This wrapper runs in place of PipelineEngine._exec_backward_pass; call() runs the original. DeepSpeed
     accumulates gradients over the micro-batches, so each becomes final in the last backward pass.
     An object called the reducer averages them in buckets over the data-parallel ranks. It sends a
     bucket as soon as all gradients in it are final.
@@ -264,7 +265,7 @@ def _send_held_buckets(call: Call, instance: Any) -> Any:
 
     Tied gradients are those of weights that two pipeline stages share. This wrapper runs instead of
     DeepSpeed's _exec_reduce_tied_grads, the first instruction after the backward pass. call() runs
-    the original, which sums the tied gradients.
+    the original: it sums the tied gradients.
 
     Normally a bucket of gradients is sent while the backward pass goes on. With a single hardware
     queue (CUDA_DEVICE_MAX_CONNECTIONS=1), a send would block the later kernels of the backward
@@ -273,7 +274,7 @@ def _send_held_buckets(call: Call, instance: Any) -> Any:
     that time.
     """
     overlap = _overlaps.get(instance)  # None if DeepSpeed's own reduction is used
-    # armed: _run_backward has started the reduction of this batch, which has not ended yet
+    # armed: _run_backward has started the reduction of this batch, and it has not ended yet
     if overlap is not None and overlap.armed:
         overlap.reducer.release()  # sends the held buckets; does nothing if none was held back
     return call()  # DeepSpeed's _exec_reduce_tied_grads
@@ -283,11 +284,11 @@ def _send_held_buckets(call: Call, instance: Any) -> Any:
 def _finish_reduction(call: Call, instance: Any) -> Any:
     """Wait until the gradients that were sent during the backward pass are reduced on all ranks.
 
-    This replaces DeepSpeed's _exec_reduce_grads, which would reduce all gradients now. Only gradients of tied
+    This replaces DeepSpeed's _exec_reduce_grads: that would reduce all gradients now. Only gradients of tied
     weights are still sent here: the instruction before has summed them over their stages.
     """
     overlap = _overlaps.get(instance)
-    # armed: _run_backward has started the reduction of this batch, which has not ended yet
+    # armed: _run_backward has started the reduction of this batch, and it has not ended yet
     if overlap is None or not overlap.armed:
         return call()  # DeepSpeed's own reduction
     # DeepSpeed passes no arguments here. The next line raises if a later DeepSpeed does.

@@ -17,7 +17,7 @@ Terms:
                  backward pass there.
     stage link   the connection between two neighbouring stages
     mailbox      sends and receives messages in the background (runtime/groups/mailbox.py)
-    wire         the format in which tensors travel over a stage link: unchanged, bf16 or int8
+    wire         the format of tensors on a stage link: unchanged, bf16 or int8
                  (--holmes-compress-activations)
 
 planned_schedule.py makes the engine's instructions for the planned order of passes. This module makes the
@@ -30,7 +30,7 @@ k[s] >= k[s + 1] for all s.
 
 - Stage s runs the backward pass of micro-batch m right after the forward pass of micro-batch m + k[s] - 1.
 - The backward pass needs a gradient from stage s + 1. That stage computes it right after the forward pass of
-  micro-batch m + k[s + 1] - 1, for which it needs an activation from stage s.
+micro-batch m + k[s + 1] - 1. It needs an activation from stage s for this pass.
 - Stage s has sent this activation before its own backward pass, because k[s] >= k[s + 1].
 
 The order of all passes therefore has no cycle, nor has the order of the messages (receive_order.py).
@@ -94,8 +94,9 @@ def unsupported(engine: Any, order: PipelineOrder | None = None) -> str | None:
     if not isinstance(order, ListedOrder):
         return None
     # The plan lists every pass (--holmes-schedule auto), and may split a backward pass into two.
-    # ZeRO's optimizer cannot take gradients from two parts. BF16_Optimizer, with which
-    # zero_optimization() is True as well, can: it adds the gradients of both to its float32 sums.
+    # ZeRO's optimizer cannot take gradients from two parts. BF16_Optimizer can, although
+    # zero_optimization() is True with it as well: it adds the gradients of both to its float32
+    # sums.
     uses_zero_optimizer = engine.zero_optimization() and not engine.using_bf16_optimizer
     if uses_zero_optimizer:
         return "ZeRO's optimizer takes each gradient once, --holmes-schedule auto makes them in two passes"
@@ -108,7 +109,7 @@ def unsupported(engine: Any, order: PipelineOrder | None = None) -> str | None:
 @with_session
 @by_name
 def _make_mailbox(current: Session, call: Call, instance: Any, grid: Any) -> Any:
-    """Make the mailbox, which sends and receives the messages of this pipeline stage in the background.
+    """Make the mailbox. It sends and receives the messages of this pipeline stage in the background.
 
     DeepSpeed calls the patched function, p2p.init_process_groups, on all ranks when a pipeline engine is
     made. All ranks therefore also make the process groups of the mailbox here. Each pair of neighbouring
@@ -138,7 +139,7 @@ def _make_mailbox(current: Session, call: Call, instance: Any, grid: Any) -> Any
 def _through_mailbox(direction: str, call: Call, tensor: Any, stage: Any, async_op: Any) -> Any:
     """Send or receive a tensor without blocking, in place of DeepSpeed's p2p.send or p2p.recv.
 
-    The tensor goes through the mailbox, which sends in the background and posts receives in advance. The
+    The tensor goes through the mailbox. It sends in the background and posts receives in advance. The
     mailbox is in use during training steps only. At other times, as in evaluation, call() makes a blocking
     transfer.
 
@@ -161,7 +162,7 @@ def _through_mailbox(direction: str, call: Call, tensor: Any, stage: Any, async_
 
 
 def _wire_to(stage: int) -> Wire:
-    """Return the format in which tensors travel between this pipeline stage and a neighbouring one.
+    """Return the format of tensors that travel between this pipeline stage and a neighbouring stage.
 
     PLAIN is the unchanged tensor. Otherwise the plan of the job says whether this pair of stages sends its
     tensors as bf16 or int8.
@@ -212,9 +213,9 @@ def _transfer_compressed(direction: str, call: Call, tensor: Any, stage: Any, as
     """
     import torch
 
-    # `wire` is the format in which the tensor travels; PLAIN is the unchanged tensor.
+    # `wire` is the format of the message; PLAIN is the unchanged tensor.
     if tensor.dtype in (torch.int32, torch.int64):
-        # The engine sends the shapes of tensors as integers, which must arrive exactly.
+        # The engine sends the shapes of tensors as integers. These must arrive exactly.
         wire = PLAIN
     else:
         wire = _wire_to(stage)
@@ -237,8 +238,8 @@ def _announce_shapes(call: Call, instance: Any, buffer: Any, recv_stage: Any) ->
     """Record the shapes of activations that DeepSpeed's _send_tensor_meta sends to the next pipeline stage.
 
     The next stage allocates its receive buffers for these shapes, once for all steps. A later activation of
-    another shape would never arrive. The mailbox, which sends the activations, compares each with the
-    recorded shapes and raises an error instead.
+    another shape would never arrive. The mailbox sends the activations. It compares each with the recorded
+    shapes and raises an error instead.
 
     Args:
         call: Runs _send_tensor_meta.
@@ -264,8 +265,8 @@ def _announce_shapes(call: Call, instance: Any, buffer: Any, recv_stage: Any) ->
 def _exclude_shape_messages(call: Call, instance: Any, send_stage: Any) -> Any:
     """Receive the shapes of activations from the previous stage, as messages that come only once.
 
-    The mailbox, which receives messages between stages, records in the first training step which messages a
-    micro-batch has. DeepSpeed's _recv_tensor_meta receives shapes in that step and in no later one. These
+    The mailbox receives messages between stages. In the first training step, it records the messages of a
+    micro-batch. DeepSpeed's _recv_tensor_meta receives shapes in that step and in no later one. These
     messages are removed from the record, so that the mailbox does not wait for them in later steps.
     """
     result = call()  # DeepSpeed's _recv_tensor_meta
@@ -279,7 +280,7 @@ def _exclude_shape_messages(call: Call, instance: Any, send_stage: Any) -> Any:
 def _exec_schedule(current: Session, call: Call, instance: Any, pipe_schedule: Any) -> Any:
     """Run a training step in the planned order of passes, with messages that travel in the background.
 
-    This wrapper runs in place of PipelineEngine._exec_schedule, which call() runs: it executes a
+    This wrapper runs in place of PipelineEngine._exec_schedule; call() runs the original. It executes a
     schedule. DeepSpeed's own (1F1B) starts as few micro-batches as suffice if messages take no
     time. The planned order starts more before the first backward pass, so that a stage computes
     while messages travel between clusters.
@@ -288,7 +289,7 @@ def _exec_schedule(current: Session, call: Call, instance: Any, pipe_schedule: A
 
     - in evaluation, and if the program has a schedule of its own
     - if the plan keeps DeepSpeed's schedule, or the engine does not support the planned order
-    - in the first training step: the mailbox, which transfers the messages, records which ones there are
+    - in the first training step: the mailbox transfers the messages, and records their shapes
     """
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
@@ -306,8 +307,8 @@ def _exec_schedule(current: Session, call: Call, instance: Any, pipe_schedule: A
         return call()
 
     # The mailbox needs a record of a micro-batch's messages before it can post receives in advance. In
-    # the first step, between start_recording() and finish_recording(), it records what it receives. In
-    # every later step, between begin() and end(), it transfers the messages in the background.
+    # the first step, between start_recording() and finish_recording(), it records the messages that it
+    # receives. In every later step, between begin() and end(), it transfers the messages in the background.
     if not _mailbox.has_message_specs:  # it has no record yet
         _mailbox.start_recording()
         result = call()
@@ -329,8 +330,8 @@ def _exec_schedule(current: Session, call: Call, instance: Any, pipe_schedule: A
 def _forget_messages(call: Call, instance: Any) -> Any:
     """Delete the recorded shapes of messages when DeepSpeed's reset_activation_shape is called.
 
-    The program calls reset_activation_shape when activations get another shape. The mailbox, which transfers
-    the messages between stages, needs their shapes. It records them again in the next training step.
+    The program calls reset_activation_shape when activations get another shape. The mailbox transfers the
+    messages between stages and needs their shapes. It records them again in the next training step.
 
     Two other functions of the engine do not make the record wrong:
 

@@ -1,7 +1,7 @@
 """Reports training steps, passes and process groups of DeepSpeed's engines to other modules of holmes.
 
-telemetry   (runtime/measure/telemetry.py) records when each training step begins and ends, and what each
-            process group is for. The watchdog reads these records, too.
+telemetry   (runtime/measure/telemetry.py) records when each training step begins and ends, and the purpose of
+            each process group. The watchdog reads these records, too.
 adapt       (holmes_ext/adapt) changes the plan while the job runs, by measured times. Before a training step
             it may change the number of micro-batches in flight of each pipeline stage: those whose
             forward pass has begun, and whose backward pass has not ended.
@@ -35,7 +35,7 @@ TOKEN_DIMENSIONS = 2
 def _train_batch(call: Call, instance: Any) -> Any:
     """Run a training step of DeepSpeed's pipeline engine, and record when it begins and ends.
 
-    This wrapper runs in place of PipelineEngine.train_batch, which call() runs.
+    This wrapper runs in place of PipelineEngine.train_batch; call() runs the original.
     """
     recorder = telemetry.recorder
     if recorder is None:
@@ -78,7 +78,7 @@ def _engine_step(call: Call, instance: Any) -> Any:
     recorder = telemetry.recorder
     if recorder is None:
         return call()
-    # Read before step(), which goes on to the next micro-batch.
+    # Read before step(): it goes on to the next micro-batch.
     ends_step = instance.is_gradient_accumulation_boundary()
     result = call()
     if ends_step:
@@ -90,9 +90,9 @@ def _engine_step(call: Call, instance: Any) -> Any:
 def _report_sizes(call: Call, instance: Any) -> Any:
     """Report the pipeline, tensor and data-parallel sizes to the telemetry.
 
-    This wrapper runs in place of the constructor of DeepSpeed's PipelineParallelGrid, which call()
-    runs and which computes the sizes. The telemetry uses them to find out what each process group
-    is for.
+    This wrapper runs in place of the constructor of DeepSpeed's PipelineParallelGrid. call() runs
+    the constructor, which computes the sizes. The telemetry derives the purpose of each process
+    group from them.
     """
     call()
     sizes = Sizes(
@@ -134,7 +134,7 @@ def _describe_stage(engine: Any) -> Stage:
 def _exec_schedule(current: Session, call: Call, instance: Any, pipe_schedule: Any) -> Any:
     """Let extensions change the planned number of micro-batches in flight, then run the training step.
 
-    This wrapper runs in place of PipelineEngine._exec_schedule, which call() runs.
+    This wrapper runs in place of PipelineEngine._exec_schedule; call() runs the original.
 
     A micro-batch is in flight from its forward pass to its backward pass. The extension holmes_ext/adapt
     measures steps, and replaces the plan in the session if another number is faster. The wrapper of
@@ -142,7 +142,7 @@ def _exec_schedule(current: Session, call: Call, instance: Any, pipe_schedule: A
     extensions are not called:
 
     - if stage_links.py does not replace the schedule of this step
-    - if the plan lists every pass (--holmes-schedule), which fixes the number
+    - if the plan lists every pass (--holmes-schedule): this fixes the number
     """
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 

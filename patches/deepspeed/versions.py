@@ -1,6 +1,6 @@
 """Reads settings of DeepSpeed's engines and optimizers that releases of DeepSpeed store in different places.
 
-A table has one reader for each place in which a setting has been stored, with the release that introduced it.
+A table has readers for each setting: one for each place where releases store it, with the first such release.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _uses_compact_buffer(zero: Any) -> bool:
 
 
 def offsets(group: list[Any]) -> list[int]:
-    """Return the index at which each parameter begins in a flat buffer of all parameters, without padding.
+    """Return the index of each parameter's first element in a flat buffer of all parameters, without padding.
 
     Args:
         group: The parameters, in the order of the buffer.
@@ -97,7 +97,7 @@ def read_by_version(name: str, holder: Any) -> Any:
 
     Args:
         name: A key of _TABLE, such as "zenflow".
-        holder: The engine or optimizer that has the setting. _TABLE says which of them.
+        holder: The engine or optimizer that has the setting. See _TABLE.
     """
     installed = release_of(installed_version("deepspeed") or "")
     for reader in reversed(_TABLE[name]):  # the newest first

@@ -12,7 +12,7 @@ UNWANTED = "not enabled"
 class FeatureState:
     """State of one feature in this process.
 
-    A feature is a group of patches of one framework, which are all applied or not at all.
+    A feature is a group of patches of one framework. They are all applied, or none is.
     """
 
     def __init__(self, feature: Feature):
@@ -41,8 +41,7 @@ class FeatureState:
 
             - "waiting": the program has not imported the framework's module yet
             - "off": the feature is switched off
-            - "other version": the patch is for other versions of the framework than the one
-              installed
+            - "other version": the patch is not for the installed version of the framework
         """
         if self.off_reason:
             return "off"
@@ -61,7 +60,7 @@ class FeatureState:
 
     @property
     def is_untried(self) -> bool:
-        """Whether the feature is on under a version that it does not support (--holmes-try)."""
+        """True if the feature is on under a version that it does not support (--holmes-try)."""
         is_on = self.off_reason is None
         if not is_on or not self.is_forced or self.version is None:
             return False

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class Misfit(Exception):
-    """The installed framework differs from what a patch (change of holmes) expects.
+    """The installed framework differs from the expectations of a patch (change of holmes).
 
     The patch cannot be applied. The message is the reason, e.g. a missing function or parameter.
     """
@@ -65,12 +65,12 @@ class Location:
         self.original = _stored_value(self.parent, self.name)
         # The value that holmes has set last; at first the framework's own.
         self.value = self.original
-        self.patches: list[Patch] = []  # in the order in which they were applied
+        self.patches: list[Patch] = []  # in the order of their application
 
     def check(self, patch: Patch) -> None:
         """Check that a framework's function has all parameters that a patch relies on.
 
-        The function is the attribute for which this Location stands: `name` in the module or class
+        The function is the attribute that this Location stands for: `name` in the module or class
         `parent`. Parameters differ between releases of the framework. Therefore this check precedes
         add().
 
@@ -170,7 +170,7 @@ class Location:
         of this method, or the framework's original value before the first call.
 
         If another library has set the attribute since the last call, the attribute keeps the
-        library's value. The copies, which still have the former value, get the new one.
+        library's value. The copies still have the former value, and get the new value.
         """
         former = self.value
         is_patched = former is not self.original
@@ -244,7 +244,7 @@ def _stored_value(parent: Any, name: str) -> Any:
 
 def _imported_modules(package: str) -> list[ModuleType]:
     """Return all imported modules of a top-level package, e.g. of "torch"."""
-    # Only names are copied: list(sys.modules.items()) makes tuples, which may start the garbage collector.
+    # Only names are copied: list(sys.modules.items()) makes tuples, and this may start the garbage collector.
     # Its finalizers may import modules, and so change sys.modules while the list is made.
     names = [
         name for name in list(sys.modules) if name == package or name.startswith(package + ".")
@@ -257,11 +257,11 @@ _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """Return the spec of a module, which names its source file; None if it is not found.
+    """Return the spec of a module (it names the source file); None if the module is not found.
 
     Nothing is imported. importlib.util.find_spec() would import the packages above the module.
     """
-    folders = None  # to search in; None for a top-level module, which is searched on sys.path
+    folders = None  # to search in; None: a top-level module is searched on sys.path
     parent = name.rpartition(".")[0]
     if parent:
         package = find_module(parent)
@@ -288,7 +288,7 @@ def source_misfit(patch: Patch) -> str | None:
         return f"there is no module {patch.module}"
     get_source = getattr(spec.loader, "get_source", None)
     if get_source is None:
-        return None  # an extension module, which is compiled
+        return None  # a compiled extension module
     source = get_source(patch.module)
     if source is None:
         return None

@@ -38,14 +38,14 @@ def installed_version(distribution: str) -> str | None:
 #: Stands for a version that does not name a release. The number is so large that every comparison
 #: takes it for newer than all releases.
 UNKNOWN = Version("9999")
-#: Version tools call a git checkout without tags 0 or 0.1.dev1, for example. Versions up to this
-#: one therefore count as no release. Releases as old as that are not supported anyway.
+#: Version tools call a git checkout without tags 0 or 0.1.dev1, for example. Versions up to 0.1
+#: therefore count as no release. Releases as old as that are not supported anyway.
 _HIGHEST_UNTAGGED = Version("0.1")
 
 
 @functools.cache
 def release_of(version: str) -> Version:
-    """Return the release to which a version of a package belongs.
+    """Return the release that a version of a package belongs to.
 
     For example 2.7.0 for 2.7.0a0+79aa17489c.nv25.4. UNKNOWN is returned for a version that names no
     release: if it is malformed, or at most 0.1. Version tools give such low numbers to a git
@@ -80,7 +80,7 @@ class Feature:
     #: Whether the job ends if the feature is on, its framework is imported and a patch does not
     #: fit. Other features are then switched off, and the job goes on without them.
     binding: bool = False
-    what: str = ""  # what the feature does for the user, in a few words
+    what: str = ""  # its benefit for the user, in a few words
     #: Function of holmes_ext that switches the feature on when a program imports it, instead of an option.
     enabling_function: str = ""
 
@@ -231,10 +231,10 @@ class Patch:
 
 
 class PatchModule(NamedTuple):
-    """Module of holmes with patches, which is imported only in a job that needs these patches."""
+    """Module of holmes with patches. It is imported only in a job that needs these patches."""
 
     name: str  # e.g. "holmes_ext.patches.deepspeed.stage_links"
-    features: tuple[Feature, ...]  # features to which the patches in the module belong
+    features: tuple[Feature, ...]  # features of the patches in the module
     package: str  # package of the framework whose import makes the patches necessary
 
 
@@ -244,7 +244,7 @@ class PatchStatus(NamedTuple):
     A patch is a change of holmes to an attribute of a framework.
     """
 
-    feature: str  # name of the group of patches to which the patch belongs
+    feature: str  # name of the group of patches that the patch belongs to
     target: str  # the patched attribute, as "module:qualname"
     state: str  # "waiting" (for an import), "applied", "off" or "other version" (made for another version)
     reason: str  # why the patch is off; in the other states, why it exists

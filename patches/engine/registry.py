@@ -16,7 +16,7 @@ import statement raises HolmesError instead. No other exception is raised in an 
 
 wrapt's post-import hooks report the end of an import. They stay registered after undo(), and then do nothing.
 
-The patches are in modules of holmes (PatchModule), which import much of holmes. The registry imports such a
+The patches are in modules of holmes (PatchModule). These import much of holmes. The registry imports such a
 module only if one of its features is on and the program imports the package that it patches. A finder at
 the front of sys.meta_path (ImportObserver) reports that import before the package's code runs.
 """
@@ -53,7 +53,7 @@ def disabled_features(environ: Mapping[str, str], known: Iterable[str]) -> froze
 
     Args:
         environ: Environment variables.
-        known: Names of all features, for which "all" stands.
+        known: Names of all features, for the value "all".
 
     Raises:
         HolmesError: HOLMES_DISABLE names a feature that does not exist. The message names a similar one.
@@ -67,7 +67,7 @@ def _features_named(source: str, text: str, known: Iterable[str]) -> frozenset[s
     Args:
         source: The option or variable that has the list, for the error message.
         text: The list, e.g. "ddp,fsdp".
-        known: Names of all features, for which "all" stands.
+        known: Names of all features, for the value "all".
 
     Raises:
         HolmesError: the list names a feature that does not exist. The message names a similar one.
@@ -90,7 +90,7 @@ def _message_of_unknown_feature(name: str, known: Iterable[str]) -> str:
 
 
 class _OtherFrameworkError(Exception):
-    """The imported module belongs to another framework, which has a module of the same name.
+    """The imported module belongs to another framework that has a module of the same name.
 
     The feature is then switched off without a warning.
     """
@@ -123,7 +123,7 @@ class Registry:
                 holmes). HOLMES_DISABLE may name these features in every job. add() adds their
                 patches, but only in jobs that use the extension. In other jobs, enable() raises an
                 error for such a feature.
-            modules: Modules of holmes with more patches, which are imported when the patches are
+            modules: Modules of holmes with more patches. They are imported when the patches are
                 needed. Unlike an extension's, their features can be enabled before that.
         """
         self._extension_features = frozenset(extension_features)
@@ -132,7 +132,7 @@ class Registry:
         self._states: dict[str, FeatureState] = {}
         #: "module:qualname" -> the attribute of this name, with the patches that are applied to it.
         self._locations: dict[str, Location] = {}
-        #: Modules of frameworks for which wrapt will call a post-import hook.
+        #: Modules of frameworks: wrapt will call a post-import hook after the import of each.
         self._watched_modules: set[str] = set()
         #: Modules of holmes with patches that are not imported yet.
         self._unloaded_modules = list(modules)
@@ -178,7 +178,7 @@ class Registry:
             disabled: Features that stay off; by default those in HOLMES_DISABLE.
 
         Raises:
-            HolmesError: a feature does not exist, or a required one does not fit.
+            HolmesError: a feature does not exist, or a required feature does not fit.
         """
         names = list(names)
         if disabled is None:
@@ -256,7 +256,7 @@ class Registry:
             sys.meta_path.insert(0, self._import_observer)
 
     def _import_patches_before(self, name: str) -> None:
-        """Import the modules of holmes that patch a package which the program begins to import.
+        """Import the modules of holmes that patch a package, since the program begins to import the package.
 
         ImportObserver calls this method at the beginning of each import.
 
@@ -380,7 +380,7 @@ class Registry:
         return disabled_features(os.environ, self._known_names())
 
     def _known_names(self) -> list[str]:
-        """Return the names that options may have: of holmes's features and of all extensions'."""
+        """Return the names of all features, of holmes and of its extensions, as options may give them."""
         without_duplicates = dict.fromkeys([*self._states, *self._extension_features])
         return list(without_duplicates)
 
@@ -415,13 +415,13 @@ class Registry:
         return statuses
 
     def summary(self) -> FeatureSummary:
-        """Return the features that are on, and those that were enabled but are off.
+        """Return the features (groups of patches) that the job uses, and those that it wanted but are off.
 
-        A feature is a group of patches. A feature that was never enabled is in neither list.
+        Two kinds of features are in neither list:
 
-        Some features can read the version of their framework only after its import
-        (Feature.version_of). Before the import, it is not certain that the framework is there. Such
-        a feature is in neither list until its first patches are applied.
+        - Features that were never enabled.
+        - Features whose framework is not imported yet, if its version can be read only after the
+          import (Feature.version_of): until then, it is not certain that the framework is there.
         """
         summary = FeatureSummary(on=[], off={})
         with self._lock:
@@ -512,7 +512,7 @@ class Registry:
 
         Args:
             name: Name of the framework's module.
-            module: The module, which wrapt passes. It is not read.
+            module: The module, as wrapt passes it. It is not read.
         """
         with self._lock:
             self._watched_modules.discard(name)  # wrapt calls a hook once

@@ -1,8 +1,8 @@
-"""Wrappers, which run instead of a framework's functions, and the calls that they intercept.
+"""Wrappers that run instead of a framework's functions, and the calls that they intercept.
 
 holmes replaces functions of a framework (torch, DeepSpeed, ...) at run time. Terms:
 
-    target     the framework's own function, which was replaced
+    target     the framework's own function that was replaced
     wrapper    the function of holmes that runs instead of the target, and usually calls the target
     `Call`     one call of the target by the training program, as the wrapper receives it
 
@@ -49,7 +49,7 @@ class Parameters:
 
     #: Name -> position of each parameter that may be passed by position, in the order of the positions.
     positions: dict[str, int]
-    defaults: dict[str, Any]  # name -> default, of parameters that have one
+    defaults: dict[str, Any]  # name -> default, of parameters that have a default
     names: frozenset[str]  # names of all parameters
     positional_only: frozenset[str]  # names of the parameters that cannot be passed by keyword
     required: frozenset[str]  # names of the parameters without a default
@@ -77,7 +77,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
         cell.cell_contents for cell in cells if inspect.isfunction(cell.cell_contents)
     ]
     if len(functions_in_closure) != 1:
-        return signature  # not a decorator, or it is not certain which function it calls
+        return signature  # not a decorator, or the function that it calls is not certain
     return inspect.signature(functions_in_closure[0])
 
 
@@ -100,7 +100,7 @@ def _read_parameters(function: Callable[..., Any], is_method: bool) -> Parameter
 
     Args:
         function: The function, not bound to an instance.
-        is_method: Whether its first parameter is `self`, which is left out.
+        is_method: Whether its first parameter is `self`. If so, it is left out.
     """
     signature = signature_of(function)
     if is_method:
@@ -131,7 +131,7 @@ def _read_parameters(function: Callable[..., Any], is_method: bool) -> Parameter
 
 
 class Call:
-    """One call of a framework function by the training program, which holmes has intercepted.
+    """A call of a framework function by the training program, intercepted by holmes.
 
     A wrapper of holmes receives the Call instead of the framework function (the target). The wrapper may run
     the target by `call()`, with the program's arguments or with changed ones, or do the target's work itself.
@@ -307,7 +307,7 @@ def _given(
 def _is_default(value: Any, default: Any) -> bool:
     """Return whether an argument is the default of its parameter.
 
-    Only numbers and strings are compared by `==`, which returns a tensor for two tensors. Other arguments
+    Only numbers and strings are compared by `==`: it would return a tensor for two tensors. Other arguments
     must be the same object as the default.
     """
     if value is default:
@@ -428,7 +428,7 @@ def inside(context: Callable[[], AbstractContextManager]) -> Callable[..., Any]:
 
 
 class Running:
-    """Wrapper of a framework's method that lists the objects on which the method is running.
+    """Wrapper of a framework's method that lists the objects whose method is running.
 
     Wrappers of other functions read the list `instances`. If it is not empty, they were called from within
     this method. For example, an all-reduce is one of gradients if it was called from within the method of

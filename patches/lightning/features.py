@@ -10,5 +10,5 @@ RANKS = Feature(
     what="Lightning takes the renumbered ranks",
 )
 
-#: Module of this package -> the features to which its patches belong.
+#: Module of this package -> the features of its patches.
 MODULES = {"ranks": (RANKS,)}

@@ -1,8 +1,8 @@
 """Compares megatron-core's parallel sizes with the plan, and sets the plan's layers for each pipeline stage.
 
-A plan is what holmes has decided for one job: which rank runs on which node, how many layers each pipeline
-stage has, and how groups of ranks communicate. The sizes are the numbers of pipeline stages, tensor-parallel
-ranks and so on. This module wraps two functions of megatron-core:
+A plan has holmes's decisions for a job: the node of each rank, the number of layers of each pipeline stage,
+and how groups of ranks communicate. The sizes are the numbers of pipeline stages, tensor-parallel ranks and
+so on. This module wraps two functions of megatron-core:
 
     initialize_model_parallel          makes all process groups. Before, the wrapper compares the program's
                                        sizes with the plan's, and ends the job if they differ.
@@ -127,7 +127,7 @@ def _is_plannable(arguments: Mapping[str, Any]) -> bool:
 def _initialize(current: Session, call: Call, instance: Any) -> Any:
     """Compare the job's parallel sizes with those of holmes's plan, then let megatron-core make its groups.
 
-    This wrapper runs in place of megatron-core's initialize_model_parallel. call() runs that function, which
+    This wrapper runs in place of megatron-core's initialize_model_parallel. call() runs that function: it
     receives the sizes (numbers of pipeline stages, tensor-parallel ranks, ...) and makes all process groups.
     A job whose sizes differ from the plan's ends before any group exists.
 
@@ -153,8 +153,8 @@ def _initialize(current: Session, call: Call, instance: Any) -> Any:
 def _checked_sizes(current: Session, arguments: Mapping[str, Any]) -> Sizes:
     """Return the parallel sizes in initialize_model_parallel's arguments, if holmes's plan has the same.
 
-    The sizes are the numbers of pipeline stages, tensor-parallel ranks and so on. The plan is what holmes has
-    decided for the job, for example which rank runs on which node.
+    The sizes are the numbers of pipeline stages, tensor-parallel ranks and so on. The plan has holmes's
+    decisions for the job, such as the node of each rank.
 
     Raises:
         HolmesError: the sizes cannot be combined (raised by sizes_of), or the plan was made for other sizes
@@ -260,7 +260,7 @@ def planned_layout(
 ) -> str | None:
     """Return the plan's split of the layers as megatron-core's layout string, such as "Ettt|tL".
 
-    The plan is what holmes has decided for this job. It can say how many layers each pipeline stage has.
+    The plan has holmes's decisions for this job. It can give the number of layers of each pipeline stage.
 
     Args:
         pipeline: Number of stages.
@@ -398,7 +398,7 @@ def _split_of_program(config: Any) -> str:
 def _set_split(current: Session, config: Any, layout: str) -> None:
     """Set the layers that holmes planned for each pipeline stage in a TransformerConfig.
 
-    Which fields are set depends on the installed version of megatron-core.
+    The fields depend on the installed version of megatron-core.
 
     Args:
         layout: The planned layers in the notation of pipeline_model_parallel_layout.

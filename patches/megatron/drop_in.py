@@ -1,4 +1,4 @@
-"""Makes holmes_ext.initialize_model_parallel, which replaces megatron-core's function in a program.
+"""Makes holmes_ext.initialize_model_parallel. It replaces megatron-core's function in a program.
 
 The function switches holmes on in a program that was started without --holmes. The program has called
 torch.distributed.init_process_group before. holmes changes the numbers of the ranks, so the function destroys
@@ -81,8 +81,9 @@ def drop_in(enable: Callable[..., None]):
 def _enable_after_init(arguments: Mapping[str, Any], enable: Callable[..., None]) -> None:
     """Switch holmes on in a program that has already called torch.distributed.init_process_group.
 
-    holmes changes the numbers of the ranks. Therefore this function destroys the default process group, which
-    has the old numbers, switches holmes on, and makes the group anew with the same backend and options.
+    holmes changes the numbers of the ranks. The default process group has the old numbers. Therefore this
+    function destroys the group, switches holmes on, and makes the group anew with the same backend and
+    options.
 
     Args:
         arguments: The program's arguments of initialize_model_parallel.
@@ -116,7 +117,7 @@ def _enable_after_init(arguments: Mapping[str, Any], enable: Callable[..., None]
         dist.destroy_process_group()
     if arguments["num_distributed_optimizer_instances"] > 1:
         # Each instance of the optimizer should lie in one cluster. It does if holmes numbers the ranks
-        # cluster by cluster, which it always does without sizes. With sizes it may keep the old numbers.
+        # cluster by cluster. Without sizes it always does so. With sizes it may keep the old numbers.
         enable()
     else:
         enable(sizes=sizes_text(sizes).replace(" ", ""))  # such as "pipeline=2,tensor=4"
@@ -124,7 +125,7 @@ def _enable_after_init(arguments: Mapping[str, Any], enable: Callable[..., None]
 
 
 def _init_arguments(world: Any) -> dict[str, Any]:
-    """Return arguments with which init_process_group makes the default process group anew.
+    """Return the arguments of init_process_group to make the default process group anew.
 
     The arguments are the backend, NCCL options, timeout and device of the present group. The caller
     then destroys the present group and makes a new one, because holmes changes the numbers of the

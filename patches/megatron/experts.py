@@ -7,7 +7,7 @@ Each rank of an expert-parallel group has n slots, one for each of its experts:
 
 Once a layer has been constructed, the weights of its experts are moved to the planned slots, and the rows of
 its router are reordered accordingly. The layer computes the same as before. Only the numbers of the experts
-change, and thereby the rank to which tokens are sent.
+change, and thereby the ranks that receive the tokens.
 
 Checkpoints contain the experts in the placed order. A job may resume from a checkpoint that was saved without
 placing: its results are right, but it sends more between clusters.
@@ -41,9 +41,9 @@ _load_order_once = cache(load_order)
 def _place_experts_of_layer(call: Call, instance: Any) -> Any:
     """Place the experts of a MoE layer as planned, once the layer has its number.
 
-    This wrapper runs in place of BaseMoELayer.set_layer_number, which call() runs. It is the last step in the
-    construction of a MoE layer. The file of --holmes-experts says for each layer number in which order the
-    experts stand. If the number is set again, the layer's experts stay where they are.
+    This wrapper runs in place of BaseMoELayer.set_layer_number; call() runs the original. It is the last step
+    in the construction of a MoE layer. The file of --holmes-experts gives the order of the experts for each
+    layer number. If the number is set again, the layer's experts stay where they are.
     """
     call()
     current = session.active()
@@ -67,7 +67,7 @@ def place(layer: Any, order: tuple[int, ...], placement: ExpertOrder, path: str)
     Args:
         layer: The MoE layer.
         order: The expert of each slot. Slots are counted over all ranks of the group.
-        placement: The placement of all layers, which says for how many ranks it was made.
+        placement: The placement of all layers. It has the number of ranks that it was made for.
         path: File of the placement, for error messages.
 
     Raises:

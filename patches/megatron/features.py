@@ -1,7 +1,7 @@
-"""Lists what holmes changes in megatron-core, Megatron-LM and Megatron-DeepSpeed, and in which versions.
+"""Lists the changes of holmes to megatron-core, Megatron-LM and Megatron-DeepSpeed, and to which releases.
 
 megatron-core is installed as a package, or runs from a source tree such as Megatron-LM's. Megatron-DeepSpeed
-has an old copy of megatron.core (0.2), which holmes does not change.
+has an old copy of megatron.core (0.2). holmes does not change it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def megatron_deepspeed_version() -> str | None:
     return importlib.import_module("megatron.core.package_info").__version__
 
 
-#: Versions of megatron-core with which the features were run. Up to 0.16 they come from PyPI; later ones are
+#: Versions of megatron-core that the features were run with. Up to 0.16 they come from PyPI; later ones are
 #: checkouts of Megatron-LM (its main branch is 0.20).
 _TRIED = ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.20.0")
 _core = partial(
@@ -62,7 +62,7 @@ _core = partial(
 #: Features that need megatron-core 0.14: since then, sends and receives between stages are methods of a
 #: class.
 _later = partial(_core, versions="megatron-core>=0.14,<0.21", tried=_TRIED[2:], read=())
-#: Features of megatron.training, which only a checkout of Megatron-LM has.
+#: Features of megatron.training. Only a checkout of Megatron-LM has it.
 _lm = partial(_core, versions="megatron-lm>=0.14,<0.21", tried=("0.16.1", "0.20.0"), read=())
 
 GROUPS = _core("megatron-groups", what="checks that the groups made are those planned for")
@@ -146,7 +146,7 @@ OPTIMIZER_STEPS = tuple(
 )
 
 
-#: Properties of megatron-core by which holmes plans a job.
+#: Properties of megatron-core, for holmes's planner.
 MEGATRON = EngineTraits(
     "megatron-core",
     features={

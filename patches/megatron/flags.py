@@ -32,11 +32,11 @@ def add_flags(parser: ArgumentParser, current: Session) -> ArgumentParser:
     With the values as defaults, the program's checkpoints record each value like all other
     arguments.
 
-    Two arguments without a flag are also recorded: holmes_plan_digest and holmes_nodes. The plan is
-    what holmes has decided for this job, for example which rank runs on which node.
+    Two arguments without a flag are also recorded: holmes_plan_digest and holmes_nodes. The plan
+    has holmes's decisions for this job, such as the node of each rank.
 
     Args:
-        parser: The parser, which is changed.
+        parser: The parser; it is changed in place.
         current: The session of holmes, with its options and the plan.
 
     Returns:
@@ -81,7 +81,7 @@ def _add_flags_to_megatron_lm(current: Session, call: Call, instance: Any) -> An
     It lists the planned number of layers of each pipeline stage. Megatron-LM's checkpoints record
     it with all other arguments.
 
-    This wrapper runs in place of add_megatron_arguments, which call() runs and which returns the
+    This wrapper runs in place of add_megatron_arguments; call() runs the original and returns the
     parser. All versions build their parser by that function. The usual way, an extra_args_provider
     of pretrain(), does not exist on Megatron-LM's main branch.
     """
@@ -115,7 +115,8 @@ def _add_flags_to_megatron_deepspeed(
 
     Args:
         current: The session of holmes, with the plan.
-        call: Runs parse_args with the program's arguments, of which it changes those that are named.
+        call: Runs parse_args with the program's arguments. Arguments that are passed to it by name replace
+            them.
         instance: None, because parse_args is no method.
         extra_args_provider: The program's argument; None if it adds no arguments.
 
@@ -136,7 +137,7 @@ def _add_flags_to_megatron_deepspeed(
 def suggest_similar_flags(parser):
     """Make a parser suggest the --holmes flag that a misspelt flag resembles, in its usage error.
 
-    The parser's method error(), which argparse calls for an unknown flag, is replaced on this object.
+    argparse calls the parser's method error() for an unknown flag. The method is replaced on this object.
 
     Returns:
         The parser.

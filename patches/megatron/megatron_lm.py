@@ -1,6 +1,6 @@
 """Sets the plan's layers and overlap in Megatron-LM's arguments, and checks the plan of its checkpoints.
 
-A plan is what holmes has decided for one job, such as the number of layers of each pipeline stage. Three
+A plan has holmes's decisions for a job, such as the number of layers of each pipeline stage. Three
 functions of Megatron-LM are wrapped:
 
     validate_args            Before, the plan's values are set in the parsed arguments, as if the user had
@@ -24,7 +24,7 @@ from holmes_ext.patches.megatron.reduce import reduction as megatron_reduction
 from holmes_ext.runtime.deadline import told_once
 from holmes_ext.runtime.session import Session, tell
 
-#: Arguments by which a user splits the layers over the pipeline stages.
+#: Arguments for a user to split the layers over the pipeline stages.
 _SPLIT_ARGUMENTS = (
     "pipeline_model_parallel_layout",
     "decoder_first_pipeline_num_layers",
@@ -38,11 +38,11 @@ _SPLIT_ARGUMENTS = (
 @with_session
 @by_name
 def _validate(current: Session, call: Call, instance: Any, args: Any) -> Any:
-    """Set what holmes planned in Megatron-LM's parsed arguments, before they are validated.
+    """Set holmes's planned values in Megatron-LM's parsed arguments, before they are validated.
 
     The plan has the number of layers of each pipeline stage, and whether gradient reductions overlap.
-    This wrapper runs in place of validate_args, which call() runs. That function checks the arguments and
-    derives others from them. The plan's values thus have the same effect as on the command line.
+    This wrapper runs in place of validate_args; call() runs the original. That function checks the arguments
+    and derives others from them. The plan's values thus have the same effect as on the command line.
     """
     _set_layout(current, args)
     _set_overlap(current, args)
@@ -102,7 +102,7 @@ def _set_overlap(current: Session, args) -> None:
     the user how to change that. The option --holmes-overlap on sets the flags all the same.
 
     Args:
-        args: Megatron-LM's parsed arguments, which are changed in place.
+        args: Megatron-LM's parsed arguments. They are changed in place.
     """
     sizes = current.plan.sizes
     # FSDP reduces gradients without these buckets.
@@ -138,7 +138,7 @@ def _set_overlap(current: Session, args) -> None:
 def _compare_plans(current: Session, call: Call, instance: Any, checkpoint_args: Any) -> Any:
     """Check a checkpoint's arguments, and print a line if it was saved under another plan of holmes.
 
-    This wrapper runs in place of Megatron-LM's check_checkpoint_args, which call() runs: it raises an
+    This wrapper runs in place of Megatron-LM's check_checkpoint_args; call() runs the original. It raises an
     AssertionError if the checkpoint is another model's. `checkpoint_args` are the arguments of the job that
     saved the checkpoint. Among them are the digest and the layers of its plan.
 
@@ -184,7 +184,7 @@ _OTHER_MODEL = ("Global shape mismatch", "from model not in state dict")
 def _load(current: Session, call: Call, instance: Any) -> Any:
     """Load a checkpoint; if it is another model's, end the job with one line instead of many tracebacks.
 
-    This wrapper runs in place of Megatron-LM's load_checkpoint, which call() runs.
+    This wrapper runs in place of Megatron-LM's load_checkpoint; call() runs the original.
 
     Raises:
         HolmesError: tensors of the checkpoint are missing or have other shapes.
@@ -192,7 +192,7 @@ def _load(current: Session, call: Call, instance: Any) -> Any:
     try:
         return call()
     except BaseException as error:
-        # torch's CheckpointException, which has the errors of all ranks, is a BaseException but no Exception.
+        # torch's CheckpointException has the errors of all ranks. It is a BaseException but no Exception.
         lines = []
         for line in str(error).splitlines():
             if any(words in line for words in _OTHER_MODEL):

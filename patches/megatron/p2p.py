@@ -42,7 +42,7 @@ _ORDER_AT_ODD_POSITIONS = ("recv_prev", "send_next", "recv_next", "send_prev")
 
 @dataclass
 class _NeighbourGroups:
-    """Process groups in which this rank exchanges messages with its neighbouring pipeline stages."""
+    """Process groups for this rank's messages to and from its neighbouring pipeline stages."""
 
     #: Rank of a neighbour -> group of this rank and the neighbour. If a neighbour is missing, its messages
     #: use the pipeline group.
@@ -76,7 +76,7 @@ def mailbox_of(pipeline_group: Any) -> Mailbox:
 
 
 def neighbour_groups_of(pipeline_group: Any) -> _NeighbourGroups:
-    """Return the process groups in which this rank exchanges messages with neighbouring pipeline stages.
+    """Return the process groups for this rank's messages to and from neighbouring pipeline stages.
 
     The first call for a pipeline group makes the process groups. All ranks of the pipeline group must make
     that call.
@@ -95,7 +95,7 @@ def neighbour_groups_of(pipeline_group: Any) -> _NeighbourGroups:
 
 
 def _make_neighbour_groups(current: session.Session, pipeline_group: Any) -> _NeighbourGroups:
-    """Make the process groups in which this rank exchanges messages with neighbouring pipeline stages.
+    """Make the process groups for this rank's messages to and from neighbouring pipeline stages.
 
     Returns:
         One of:
@@ -145,8 +145,8 @@ def _start_batch_with_each_neighbour(
 
     This wrapper runs in place of megatron-core's _batched_p2p_ops, which starts the messages of both
     neighbours as one batch over the pipeline group. A batch runs over a single group, and each neighbour has
-    a group of its own. Therefore the original function, which call() runs, is called twice: once without
-    the tensors of the previous stage, once without the tensors of the next stage.
+    a group of its own. Therefore call(), the original function, runs twice: once without the tensors of the
+    previous stage, once without the tensors of the next stage.
 
     Ranks at even positions in the pipeline start with the next stage, ranks at odd positions with the
     previous stage. Thus two neighbours start their common batch at the same time.
@@ -233,12 +233,12 @@ def _start_each_in_pair_group(
 
 
 def _view_to_send(tensor: Any) -> Any:
-    """Return a view of a tensor, which keeps its memory from being used again while it is sent.
+    """Return a view of a tensor. The view keeps the memory from being used again while it is sent.
 
     megatron-core frees an output after it has started to send it, by `output.data = ...`
-    (deallocate_pipeline_outputs). torch's newer NCCL backend, which is the default since torch 2.15, keeps
-    the tensor object until the message has been sent, but this object has no longer the memory that NCCL
-    reads. A view is another tensor object, and keeps the memory.
+    (deallocate_pipeline_outputs). torch's newer NCCL backend, the default since torch 2.15, keeps the tensor
+    object until the message has been sent, but this object has no longer the memory that NCCL reads. A view
+    is another tensor object, and keeps the memory.
 
     Args:
         tensor: The activation or gradient; None if there is nothing to send.

@@ -1,6 +1,6 @@
 """Measures layers, messages and gradient reductions of a megatron-core job, for --holmes-profile.
 
---holmes-profile N measures N training steps and writes a profile, from which `holmes plan --profile` plans.
+--holmes-profile N measures N training steps and writes a profile. `holmes plan --profile` plans from it.
 The measuring itself is done by a Profiler (holmes_ext/runtime/measure/profiler.py). This module reports to
 the Profiler when each part of a step begins and ends:
 
@@ -12,7 +12,7 @@ the Profiler when each part of a step begins and ends:
                          pass hides, and the all-reduce of shared embeddings
     optimizer            from the end of a schedule to the start of the next one
 
-The interleaved schedule is refused: it runs a stage's layers in chunks, which a profile cannot describe.
+The interleaved schedule is refused: it runs a stage's layers in chunks, and a profile cannot describe these.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ def _schedule(
 ) -> Any:
     """Measure a training step, from the start of its schedule to the start of the next one.
 
-    This wrapper runs in place of megatron-core's forward_backward functions, which call() runs. Such a
+    This wrapper runs in place of megatron-core's forward_backward functions; call() runs the original. Such a
     function runs the passes of one step. The program then calls the optimizer itself. Therefore the step's
     span stays open when this wrapper returns, and its next call closes the span. After the last measured
     step, that call writes the profile.
 
     Raises:
-        HolmesError: the schedule is interleaved, which a profile cannot describe.
+        HolmesError: the schedule is interleaved. A profile cannot describe that.
     """
     if state.is_finished or forward_only:  # forward_only: evaluation
         return call()
@@ -158,7 +158,7 @@ def _timed_reduction(config: Any, prof: Profiler) -> Iterator[None]:
     """Measure the gradient reduction of a schedule that runs within this context.
 
     The schedule reduces gradients by calling config.finalize_model_grads_func. Within the context,
-    this attribute is another function, which calls the program's function and records its time as
+    this attribute is another function: it calls the program's function and records its time as
     "reduce". At the end, the attribute is the program's function again.
 
     Args:
@@ -169,7 +169,7 @@ def _timed_reduction(config: Any, prof: Profiler) -> Iterator[None]:
     finalize = config.finalize_model_grads_func
 
     def timed_finalize(*args, **kwargs):
-        """Call the program's function, which reduces the gradients, and record its time as "reduce"."""
+        """Call the program's function to reduce the gradients, and record its time as "reduce"."""
         with prof.span("reduce"):
             return finalize(*args, **kwargs)
 

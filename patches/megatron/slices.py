@@ -11,7 +11,7 @@ bytes, and the ranks of the receiving stage gather the slices over the fast netw
 --holmes-compress-activations bf16 or int8 also compresses the slices. A Wire (runtime/groups/wire.py)
 encodes and decodes the messages of one neighbouring stage.
 
-This module wraps the functions by which megatron-core starts sends and receives, and returns requests
+This module wraps megatron-core's functions that start sends and receives, and returns requests
 whose wait() also decodes. If stage_links.py sends the messages of a training step in the background, it
 uses the wires of this module instead.
 """
@@ -31,7 +31,7 @@ from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.wire import Finish, Wire
 
 #: The P2PCommunicators whose _communicate() runs now, the innermost last. _exchange reads the configuration
-#: of the last one: it wraps functions of a module, which have no communicator among their arguments.
+#: of the last one: it wraps functions of a module, and these have no communicator among their arguments.
 _running_communicators = Running()
 
 
@@ -96,8 +96,8 @@ def wires_of(config: Any) -> dict[int, Wire]:
     network_api = network_api_of(backend_of(pipeline_group))
     if not network_api:  # a backend that chooses its networks itself, such as MPI
         return {}
-    # Entry i is the link from stage i to the next stage. The last stage is linked to the first one, which
-    # the interleaved schedule needs.
+    # Entry i is the link from stage i to the next stage. The last stage is linked to the first, as the
+    # interleaved schedule needs it.
     stage_links = current.plan_for(sizes).traffic_of(network_api).stage_links
     ranks = group_ranks(pipeline_group)
     tensor_group = parallel_state.get_tensor_model_parallel_group()
@@ -135,9 +135,8 @@ def _exchange(call: Call, instance: Any, group: Any) -> Any:
     _batched_p2p_ops returns a list of requests, for which the schedule waits in order.
 
     Args:
-        group: The process group of the transfers. Messages in another group than the pipeline's,
-            which a program may use for stages of its own, are not encoded: the plan does not know
-            them.
+        group: The process group of the transfers. A program may use other groups for stages of its
+            own. Messages in them are not encoded: the plan does not know them.
 
     Returns:
         Requests in a dict or a list like that of the original, whose wait() also decodes.

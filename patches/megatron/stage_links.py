@@ -29,7 +29,7 @@ ever:
 
 - Stage s runs the backward pass of micro-batch m right after the forward pass of micro-batch m + k[s] - 1.
 - The backward pass needs a gradient from stage s + 1. That stage computes it right after the forward pass of
-  micro-batch m + k[s + 1] - 1, for which it needs an activation from stage s.
+  micro-batch m + k[s + 1] - 1. It needs an activation from stage s for this pass.
 - Stage s has sent this activation before its own backward pass, because k[s] >= k[s + 1].
 """
 
@@ -55,7 +55,7 @@ from holmes_ext.runtime.session import tell
 
 
 class _PlannedWarmUpGroup:
-    """Pipeline group that reports another size, which makes megatron-core run the planned warm-up passes.
+    """Pipeline group that reports another size, so that megatron-core runs the planned warm-up passes.
 
     Warm-up passes are the forward passes before the 1F1B schedule alternates forward and backward passes.
     megatron-core computes their number as size() - rank() - 1, which is in_flight - 1 here. The first
@@ -78,7 +78,7 @@ class _PlannedWarmUpGroup:
 
 
 class _Step:
-    """One training step's messages between this rank and the ranks of its neighbouring pipeline stages.
+    """Messages of a training step between this rank and the ranks of its neighbouring pipeline stages.
 
     The mailbox transfers these messages: it does not wait for sends, and posts receives in advance. A message
     is of kind "F" (activation of a forward pass) or of kind "B" (gradient of a backward pass).
@@ -131,7 +131,7 @@ class _Step:
             self.mailbox.expect(received_specs, peer)  # receives of these are posted in advance
 
     def send(self, kind: str, tensor: Any, peer: int) -> None:
-        """Send a tensor to a neighbouring pipeline stage without waiting, by the mailbox.
+        """Send a tensor to a neighbouring pipeline stage without waiting for the end of the transfer.
 
         Args:
             kind: "F" for an activation of a forward pass, "B" for a gradient of a backward pass.
@@ -229,9 +229,9 @@ def _run_step_by_mailbox(
     evaluation, and in jobs that the mailbox does not support, megatron-core transfers them itself.
 
     This wrapper runs in place of megatron-core's schedule function,
-    forward_backward_pipelining_without_interleaving, which call() runs. It sets the global `_step`
-    until that function returns. Meanwhile the other wrappers of this module read `_step`. They
-    change the number of warm-up passes, and pass all messages to the mailbox.
+    forward_backward_pipelining_without_interleaving; call() runs the original. The wrapper sets the
+    global `_step` until that function returns. Meanwhile the other wrappers of this module read
+    `_step`. They change the number of warm-up passes, and pass all messages to the mailbox.
 
     Args:
         model: The model of this rank's stage, or a list of one.
@@ -270,8 +270,8 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
         arguments: The arguments of megatron-core's schedule function, by name.
 
     Raises:
-        HolmesError: holmes's plan lists the order of all passes, which megatron-core's 1F1B
-            schedule cannot follow (raised by _planned_pass_order).
+        HolmesError: holmes's plan lists the order of all passes. megatron-core's 1F1B schedule
+            cannot follow it (raised by _planned_pass_order).
     """
     current = session.active()
     sizes = core.job.sizes  # parallel sizes
@@ -315,8 +315,8 @@ def _planned_pass_order(
 
     A micro-batch is in flight on a stage from its forward pass to its backward pass. holmes's plan may have
     more micro-batches in flight than megatron-core's own schedule. Their number on each stage determines
-    the order of its forward and backward passes. The mailbox, which receives the messages of the stage,
-    reads from the order after which pass it can post the receive of a message.
+    the order of its forward and backward passes. The mailbox receives the messages of the stage. It reads
+    from the order when it can post the receive of a message: after a certain pass.
 
     Args:
         current: Session of holmes in this process, with the plan.
@@ -324,7 +324,7 @@ def _planned_pass_order(
         pipeline_group: Process group of the pipeline.
 
     Raises:
-        HolmesError: the plan lists the order of all passes, which megatron-core's schedule cannot follow.
+        HolmesError: the plan lists the order of all passes. megatron-core's schedule cannot follow it.
     """
     order = pipeline_order_of(current.plan_for(sizes), network_api_of(backend_of(pipeline_group)))
     # A plan gives either the number of micro-batches in flight (Order1F1B), or a list of all passes.
@@ -346,8 +346,8 @@ def _plan_warm_up(call: Call, instance: Any) -> Any:
 
     The schedule computes its number of warm-up passes as pp_group.size() - pp_group.rank() - 1. It
     makes a P2PCommunicator in every step, and takes pp_group from that object. This wrapper runs in
-    place of P2PCommunicator.__init__, which call() runs. It replaces pp_group by an object with the
-    size rank() + k. The result of the schedule's formula is then k - 1.
+    place of P2PCommunicator.__init__; call() runs the original. The wrapper replaces pp_group by an
+    object with the size rank() + k. The result of the schedule's formula is then k - 1.
     """
     call()
     if _step is not None:  # _run_step_by_mailbox() runs a training step now
@@ -359,9 +359,9 @@ def _plan_warm_up(call: Call, instance: Any) -> Any:
 def _announce(call: Call, instance: Any) -> Any:
     """Give the mailbox the shapes of the tensors that each micro-batch sends and receives.
 
-    This wrapper runs in place of megatron-core's get_tensor_shapes, which call() runs. The schedule calls
-    that function before the first message of a step. The mailbox, which transfers the step's messages, posts
-    receives of these shapes in advance, and raises an error if a tensor of another shape is to be sent.
+    This wrapper runs in place of megatron-core's get_tensor_shapes; call() runs the original. The schedule
+    calls that function before the first message of a step. The mailbox transfers the step's messages. It
+    posts receives of these shapes in advance, and raises an error if a tensor of another shape is to be sent.
 
     Returns:
         The shapes, unchanged.
@@ -385,9 +385,9 @@ def _communicate(
 ) -> Any:
     """Pass the schedule's messages to the mailbox, which does not wait for sends.
 
-    This wrapper runs in place of P2PCommunicator._communicate, through which megatron-core's 1F1B schedule
-    sends and receives all its messages. The methods of _Step pass them to the mailbox. The global `_step` is
-    None outside of training steps, e.g. in evaluation: call() then runs the original method.
+    This wrapper runs in place of P2PCommunicator._communicate. megatron-core's 1F1B schedule sends and
+    receives all its messages by that method. The methods of _Step pass them to the mailbox. The global
+    `_step` is None outside of training steps, e.g. in evaluation: call() then runs the original method.
 
     wait_on_reqs has no effect, because received tensors are complete on return. It is a parameter so that
     call.refuse_unread_arguments() accepts it.

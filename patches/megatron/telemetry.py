@@ -42,7 +42,7 @@ from holmes_ext.runtime.session import Session
 def _learn_sizes(call: Call, instance: Any) -> Any:
     """Report the job's parallel sizes to the telemetry, which names process groups by them.
 
-    This wrapper runs in place of megatron-core's initialize_model_parallel, which call() runs. Another
+    This wrapper runs in place of megatron-core's initialize_model_parallel; call() runs the original. Another
     wrapper of the same function, in core.py, runs inside call(). It computes the sizes from the function's
     arguments, and stores them in core.job.sizes; None if holmes cannot plan the job.
     """
@@ -53,7 +53,7 @@ def _learn_sizes(call: Call, instance: Any) -> Any:
 
 @contextmanager
 def _recorded_forward_pass():
-    """Record the forward pass of one micro-batch, which runs inside this context, as a span.
+    """Record the forward pass of a micro-batch, run inside this context, as a span.
 
     It is put around megatron-core's forward_step. The first forward pass after an optimizer step
     also begins a new training step in the record.
@@ -74,10 +74,10 @@ _optimizers = Running()
 
 @by_name
 def _optimizer_step(call: Call, instance: Any) -> Any:
-    """Record an optimizer's step() as a span, and its end as the end of the training step.
+    """Record begin and end of an optimizer's step(), and its end as the end of the training step.
 
-    This wrapper runs in place of step() of each optimizer class, which call() runs. If one optimizer steps
-    others, only the outermost step() is recorded.
+    This wrapper runs in place of step() of each optimizer class; call() runs the original. If an optimizer
+    steps others, only the outermost step() is recorded.
     """
     recorder = telemetry.recorder  # None if the telemetry is off
     is_inner_step = bool(_optimizers.instances)  # the step() of another optimizer calls this one
@@ -129,8 +129,8 @@ def _run_step_with_extensions(
     1F1B schedule. Before it, the extensions are called. One of them, holmes_ext/adapt, measures
     steps. It changes the number in the plan (current.plan) if another number is faster.
 
-    The schedule function has a second wrapper, in stage_links.py, which call() runs as well. It
-    runs the step with the planned number. In jobs where it cannot, the extensions are not called.
+    The schedule function has a second wrapper, in stage_links.py. call() runs that, too: it runs
+    the step with the planned number. In jobs where it cannot, the extensions are not called.
 
     Args:
         model: The model of this rank's stage, or a list of one.
@@ -151,7 +151,7 @@ def _run_step_with_extensions(
     if not network_api or not stage_links_is_on:
         return call()
     chunk = model[0] if isinstance(model, list) else model
-    # A feature of the job with which the mailbox cannot transfer the messages, or None.
+    # A feature of the job that keeps the mailbox from transferring the messages, or None.
     if unsupported_feature(get_model_config(chunk), call.arguments()):
         return call()
     # Calls the extensions. One that starts to measure in this step reads the stage of this rank by
@@ -170,9 +170,9 @@ def _run_step_with_extensions(
 def _report_complete_checkpoint(call: Call, instance: Any) -> Any:
     """Note when a checkpoint of dist_checkpointing is complete.
 
-    This wrapper runs in place of megatron.core.dist_checkpointing.save, which call() runs. An asynchronous
-    save returns a request: the checkpoint is complete when the program finalizes the request. A synchronous
-    save returns None when the checkpoint is complete.
+    This wrapper runs in place of megatron.core.dist_checkpointing.save; call() runs the original. An
+    asynchronous save returns a request: the checkpoint is complete when the program finalizes the request. A
+    synchronous save returns None when the checkpoint is complete.
     """
     request = call()
     if request is None:

@@ -3,7 +3,7 @@
 Megatron-DeepSpeed fails at an import if one of these packages is missing:
 
     deepspeed.compression.compress    imported by megatron/training.py; DeepSpeed 0.19.7 and later lack it
-    torchvision                       imported by megatron/data/vit_dataset.py and image_folder.py, which only
+    torchvision                       imported by megatron/data/vit_dataset.py and image_folder.py; only
                                       vision models need
 
 An import hook on sys.meta_path makes an empty module for a missing package, if code of Megatron-DeepSpeed

@@ -1,8 +1,8 @@
 """Averages the gradient buckets of a DistributedDataParallel (DDP) as the plan of the job says.
 
 DDP copies gradients into buckets (flat tensors), and calls its comm hook for each bucket that is full. The
-comm hook of holmes (ddp.py) calls the method `reduce` of a `BucketReducer`, which starts the sum over the
-ranks, by hierarchical all-reduce if the plan says so, and returns a future of the averaged bucket:
+comm hook of holmes (ddp.py) calls the method `reduce` of a `BucketReducer`. It starts the sum over the ranks,
+by hierarchical all-reduce if the plan says so, and returns a future of the averaged bucket:
 
     on the CPU                     A callback completes the future when the sum has ended.
     on a GPU                       A side stream waits for the sum and completes the future, so neither the
@@ -10,7 +10,7 @@ ranks, by hierarchical all-reduce if the plan says so, and returns a future of t
     in a pipeline's training step  The future is complete at once. `finish` waits for the sums of all buckets
                                    at the end of the step.
 
-The wire dtype is the dtype in which a bucket is sent, e.g. float16 if the program uses fp16_compress_hook.
+The wire dtype is the dtype of a bucket as it is sent, e.g. float16 if the program uses fp16_compress_hook.
 
 All ranks start the same buckets in the same order, so no rank waits for a sum that another rank never starts.
 """
@@ -59,7 +59,7 @@ class ProgramHook(NamedTuple):
 
 
 class BucketReducer:
-    """State of holmes's comm hook, which averages the buckets of one DistributedDataParallel (DDP).
+    """State of holmes's comm hook. The hook averages the buckets of a DistributedDataParallel (DDP).
 
     On a GPU, DDP calls the comm hook on the stream of the backward pass. The sums run on other streams. One
     more stream waits for the sums and completes the hook's future. (This was read in torch's source, not run
@@ -85,12 +85,12 @@ class BucketReducer:
         self.program_hook: ProgramHook | None = None
         # Whether the program has registered a comm hook: DDP allows one.
         self.has_registered_hook = False
-        # The dtype in which buckets are sent; None: the gradients' dtype.
+        # The dtype of buckets as they are sent; None: the gradients' dtype.
         self.wire_dtype: Any = None
-        # Under join(), torch's Work that counts the ranks which still have inputs.
+        # Under join(), torch's Work that counts the ranks that still have inputs.
         self.ranks_with_inputs: Any = None
 
-        # In a pipeline's training step: the buckets so far, for which finish() waits at the end of
+        # In a pipeline's training step: the buckets so far. finish() waits for them at the end of
         # the step. The step sets an empty list first. None, outside of such a step: DDP waits for
         # each bucket.
         self.unfinished_buckets: list[StartedBucket] | None = None
@@ -145,7 +145,7 @@ class BucketReducer:
         return self._complete_in_callback(index, work, sent, flat)
 
     def _complete_in_callback(self, index: int, work: Any, sent: Any, flat: Any) -> Any:
-        """Return a future of a bucket on the CPU, which a callback completes after the sum.
+        """Return a future of a bucket on the CPU. A callback completes it after the sum.
 
         reduce() has divided `sent` by the number of ranks before the sum, so the sum is the average. (On a
         GPU, _complete_on_side_stream() is used instead: there a stream can wait in place of a callback.)
@@ -169,7 +169,7 @@ class BucketReducer:
         return work.get_future().then(before_exit(finish_bucket))
 
     def _complete_on_side_stream(self, work: Any, sent: Any, flat: Any) -> Any:
-        """Return a future of a bucket on a GPU, which a side stream completes after the sum.
+        """Return a future of a bucket on a GPU. A side stream completes it after the sum.
 
         Args:
             work: The operation that sums `sent`.
@@ -253,7 +253,7 @@ class BucketReducer:
                     parameter.grad = gradient.copy_(view)
 
     def _divisor(self, ddp: Any) -> int:
-        """Return the number by which a sum of gradients is divided to get their average.
+        """Return the divisor that turns a sum of gradients into their average.
 
         This is the number of ranks in the group. The exception is a step under
         DistributedDataParallel.join(divide_by_initial_world_size=False), where some ranks may have
@@ -292,7 +292,7 @@ def _replace_gradients_by_views(bucket: Any) -> list[AwaitedGradient]:
     """Set the `.grad` of each parameter to its part of the bucket, until the bucket is summed.
 
     DistributedDataParallel (DDP) copies the bucket to every `.grad` as soon as the comm hook's future is
-    complete, which here is before the sum has ended. On a GPU this copy would read memory that the sum
+    complete. Here that is before the sum has ended. On a GPU this copy would read memory that the sum
     writes. torch skips the copy of a tensor to itself.
 
     Returns:
@@ -312,7 +312,7 @@ def _replace_gradients_by_views(bucket: Any) -> list[AwaitedGradient]:
 
 
 def _in_layout_of(parameter: Any, part: Any) -> Any:
-    """Return a view of a parameter's gradient in a bucket, with the strides in which it is stored.
+    """Return a view of a parameter's gradient in a bucket, with the strides of its storage.
 
     GradBucket.gradients() returns a contiguous view for every parameter. But in the bucket,
     DistributedDataParallel stores a gradient with the strides of its parameter, e.g. channels_last.

@@ -7,8 +7,8 @@ Terms:
                               all-reduce; torch has a public method to register it, and accepts only one
 
 holmes registers a comm hook when a DDP is constructed, if the plan of the job prefers a hierarchical
-all-reduce. DDP still decides which gradients form a bucket and when a bucket is reduced. So no_sync(), unused
-parameters, static_graph and gradient_as_bucket_view work as in torch without holmes.
+all-reduce. DDP still divides the gradients among buckets and decides when a bucket is reduced. So no_sync(),
+unused parameters, static_graph and gradient_as_bucket_view work as in torch without holmes.
 
 If the program registers a hook too, holmes's hook stays registered and acts as follows:
 
@@ -47,7 +47,7 @@ class HookEffect(NamedTuple):
 
     #: Whether the hook only averages, so that a hierarchical all-reduce can take its place.
     is_average: bool
-    #: The dtype in which the hook sends the gradients; None: the gradients' dtype.
+    #: The dtype of the gradients as the hook sends them; None: the gradients' own dtype.
     wire_dtype: Any = None
 
 
@@ -56,8 +56,8 @@ def defer_waits_for_reductions(module: Any) -> BucketReducer | None:
 
     In torch, DistributedDataParallel (DDP) waits for its reductions at the end of a backward pass.
     From now on, the backward passes of the stage only start the reductions. holmes's comm hook does
-    that, a function which DDP calls for each bucket of gradients. The hook is registered if there
-    is none yet.
+    that, a function that DDP calls for each bucket of gradients. The hook is registered if there is
+    none yet.
 
     Args:
         module: The stage's module, in DDP or not.
@@ -130,7 +130,7 @@ def _construct(current: Session, call: Call, instance: Any) -> None:
     A comm hook is called for each bucket of gradients, instead of DDP's all-reduce. holmes needs it:
 
     - if the plan of the job reduces hierarchically (inside each cluster first, then between clusters)
-    - for telemetry, which sees only operations that Python starts
+    - for telemetry: it sees only operations that Python starts
 
     The hook must be there before the first forward pass: under join(), a rank without inputs never runs one,
     but takes part in the sums.
@@ -180,7 +180,7 @@ def _construct(current: Session, call: Call, instance: Any) -> None:
 
 
 def _register_holmes_hook(ddp: Any, planned: Any = None) -> None:
-    """Register holmes's comm hook, which averages each bucket of gradients.
+    """Register holmes's comm hook. It averages each bucket of gradients.
 
     Args:
         ddp: The DistributedDataParallel.
@@ -234,7 +234,7 @@ def _trained_parameters(arguments: dict[str, Any]) -> list[Any]:
 
 
 def _group_of_arguments(arguments: dict[str, Any]) -> Any:
-    """Return the process group over which DistributedDataParallel averages gradients.
+    """Return the process group that DistributedDataParallel averages gradients over.
 
     Args:
         arguments: Arguments of DistributedDataParallel's constructor, by name.
@@ -251,7 +251,7 @@ def _group_of_arguments(arguments: dict[str, Any]) -> Any:
 
 
 def _obstacle_to_hook(arguments: dict[str, Any]) -> str:
-    """Return what excludes a comm hook in Python, in words for the user; "" if nothing does.
+    """Return the option that excludes a comm hook in Python, in words for the user; "" if none does.
 
     A comm hook is a function that DistributedDataParallel calls for each bucket of gradients, in
     place of its own all-reduce.
@@ -379,7 +379,7 @@ def _effect_of(hook: Any) -> HookEffect:
 
 @by_name
 def _keep_join_count(call: Call, instance: Any, joinable: Any) -> Any:
-    """Keep the Work with which torch's join() counts the ranks that still have inputs.
+    """Keep the Work of torch's join() that counts the ranks with inputs left.
 
     Runs instead of Join.notify_join_context; `call()` runs the original.
 

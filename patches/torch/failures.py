@@ -3,7 +3,7 @@
 runtime/watch/nccl_errors.py detects the failures. Three functions of torch are patched for it:
 
     _register_pg_in_world   torch calls this function with every new process group. The patch registers an
-                            abort hook with the group, which torch calls at a failure, before it aborts the
+                            abort hook with the group. torch calls the hook at a failure, before it aborts the
                             process.
     ProcessGroup.abort      A program calls this method, or torch's _abort_process_group does for it, to abort
                             a process group. The patch marks the group, so that it is not reported as failed.

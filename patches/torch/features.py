@@ -73,7 +73,7 @@ LATE_START = _of(
     what="init_process_group postpones NCCL's first communicator to the first operation",
 )
 
-# Traits of torch's ways of training, which the planner reads.
+# Traits of torch's ways of training, for the planner.
 
 _NON_DATA_SIZES = ("tensor", "context", "expert", "pipeline", "virtual")
 #: Limits of an engine that supports only data parallelism: every other parallel size is 1.
@@ -99,7 +99,7 @@ LOOP = _engine(
         "recompute": ("none", "full"),
     },
 )
-#: DistributedDataParallel, which Hugging Face's Trainer and Lightning use, too.
+#: DistributedDataParallel; Hugging Face's Trainer and Lightning use it, too.
 DDP = _engine(
     "ddp",
     POSTED,
@@ -118,7 +118,7 @@ TORCHTITAN = _engine(
     breadth_first=True,
 )
 
-#: Module of this package -> the features to which its patches belong.
+#: Module of this package -> the features of its patches.
 MODULES = {
     "groups": (RANKS, NICS),
     "messages": (NICS,),

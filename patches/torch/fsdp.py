@@ -7,7 +7,7 @@ would need.
 With --holmes-fsdp hybrid, holmes changes the arguments of FSDP so that it works as torch's HSDP (hybrid
 sharding), over the "hybrid mesh" (clusters x ranks of a cluster):
 
-    the program's call                      what holmes changes
+    the program's call                      change by holmes
     fully_shard with a 1-D mesh or none     mesh: the hybrid mesh
     FullyShardedDataParallel, FULL_SHARD    strategy: HYBRID_SHARD, over the two groups of the hybrid mesh
 
@@ -31,8 +31,8 @@ from holmes_ext.runtime.deadline import told_once
 from holmes_ext.runtime.session import Session, tell
 from holmes_ext.units import format_bytes
 
-#: Device type -> holmes's hybrid mesh (clusters x ranks of a cluster), which all modules of a model
-#: must share. The mesh is None if it could not be made. The dict is empty if no model was sharded
+#: Device type -> holmes's hybrid mesh (clusters x ranks of a cluster). All modules of a model must
+#: share it. The mesh is None if it could not be made. The dict is empty if no model was sharded
 #: over several clusters, or without --holmes-fsdp hybrid.
 _hybrid_meshes: dict[str, Any] = {}
 #: Numbers that training with AdamW keeps for each weight: the weight, its gradient and two moments.
@@ -57,8 +57,8 @@ def _fully_shard(
 
     Runs instead of torch's fully_shard; `call()` runs the original.
 
-    The hybrid mesh has two dimensions: clusters, and the ranks of a cluster. FSDP shards along the second one
-    only, so shards stay inside a cluster. A 2-D mesh of the program is not replaced.
+    The hybrid mesh has two dimensions: clusters, and the ranks of a cluster. FSDP shards along the second
+    dimension only, so shards stay inside a cluster. A 2-D mesh of the program is not replaced.
 
     Args:
         mesh: The program's mesh; None for all ranks.
@@ -120,7 +120,7 @@ def _construct_fsdp1(
 
 
 def _hybrid_mesh_for(current: Session, mesh: Any, group: Any = None, device_type: str = "") -> Any:
-    """Return the hybrid mesh, which replaces a program's 1-D mesh or process group for FSDP.
+    """Return the hybrid mesh that replaces a program's 1-D mesh or process group for FSDP.
 
     Its dimensions are the clusters and the ranks of a cluster. The mesh is made at the first call, and
     returned again at later ones.
@@ -187,7 +187,7 @@ def _device_type_of_torch() -> str:
 @with_session
 @by_name
 def _print_cost_of_fsdp2(current: Session, call: Call, instance: Any) -> None:
-    """Run FSDP2's _lazy_init of a sharded module, and print once what sharding costs in each step.
+    """Run FSDP2's _lazy_init of a sharded module, and print once the cost of sharding in each step.
 
     Runs instead of FSDPState._lazy_init of torch; `call()` runs the original.
 
@@ -237,7 +237,7 @@ class BytesOfWeights(NamedTuple):
     """Bytes that FSDP sends in a training step, and bytes of the weights that it stores."""
 
     sent: ShardedWeights  # bytes that a step gathers and reduces
-    stored_bytes: float  # all weights, in the dtype in which they are stored
+    stored_bytes: float  # all weights, in their stored dtype
 
 
 def _bytes_of_weights(groups: list[Any]) -> BytesOfWeights:
@@ -281,14 +281,14 @@ def _bytes_of_weights(groups: list[Any]) -> BytesOfWeights:
 @with_session
 @by_name
 def _print_cost_of_fsdp1(current: Session, call: Call, instance: Any, state: Any) -> Any:
-    """Run FSDP1's _lazy_init of a module, and print once what sharding costs in each step.
+    """Run FSDP1's _lazy_init of a module, and print once the cost of sharding in each step.
 
     Runs instead of _lazy_init of FSDP1; `call()` runs the original, which FSDP1 calls in every
     forward pass.
 
     Rank 0 prints the predicted seconds of communication, in the root module's first call: all
     modules in FullyShardedDataParallel are known then. Nothing is printed if the program itself
-    chose a hybrid strategy, which --holmes-fsdp hybrid would not improve.
+    chose a hybrid strategy: --holmes-fsdp hybrid would not improve it.
 
     Args:
         state: The module, an object of FullyShardedDataParallel.
@@ -319,7 +319,7 @@ def _print_cost_of_fsdp1(current: Session, call: Call, instance: Any, state: Any
     if sent_dtype:  # weights are gathered in this dtype
         sent_bytes = stored_bytes * (sent_dtype.itemsize / flat_parameters[0].dtype.itemsize)
     # Gradients are counted in the dtype of the gathered weights, FSDP1's default. The prediction
-    # does not read MixedPrecision.reduce_dtype, by which a program can choose another one.
+    # does not read MixedPrecision.reduce_dtype, by which a program can choose another dtype.
     sent = ShardedWeights(
         units=len(flat_parameters), weight_bytes=sent_bytes, gradient_bytes=sent_bytes
     )
@@ -339,7 +339,7 @@ def _print_cost(current: Session, group: Any, sent: ShardedWeights, stored_bytes
 
     Args:
         group: The process group over which FSDP shards. None (the group of all ranks) if
-            --holmes-fsdp hybrid is in use, which shards inside each cluster.
+            --holmes-fsdp hybrid is in use: it shards inside each cluster.
         sent: Bytes that a step gathers and reduces.
         stored_bytes: Bytes of all weights, as they are stored.
     """
@@ -386,7 +386,7 @@ def _print_cost(current: Session, group: Any, sent: ShardedWeights, stored_bytes
 def _print_cost_of_program_mesh(current: Session, mesh: Any, sent: ShardedWeights) -> None:
     """Print the predicted cost of a program's 2-D mesh, if its sharding dimension spans clusters.
 
-    The message has the seconds of a step. It also says with which sizes the dimension would not
+    The message has the seconds of a step. It also gives the sizes of the dimension that would not
     span clusters: the common divisors of the clusters' numbers of ranks. For example, clusters of 8
     and 12 ranks give "size 4, or a divisor of it, would not". If 1 is the only common divisor, the
     message says that any size does.

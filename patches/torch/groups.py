@@ -1,7 +1,7 @@
 """Gives every process group of torch.distributed the NIC that the plan assigns to its ranks.
 
-The plan, which holmes computes before the job starts, says which network each group uses. holmes replaces
-four functions of torch by wrappers, which call them:
+holmes computes the plan before the job starts. The plan assigns a network to each group. holmes replaces four
+functions of torch by wrappers that call them:
 
     _new_process_group_helper   Makes every group, except for those of split_group. The wrapper passes the
                                 NIC to the group. Before the default group is made, it checks that all
@@ -57,7 +57,7 @@ def _host_store_where_launched(current: Session, call: Call, instance: Any, rank
     torchrun hosts the store, its keys get a prefix for each start of the job.
 
     Args:
-        rank: The rank after renumbering, which torch passes. The original receives the launcher's
+        rank: The rank after renumbering, as torch passes it. The original receives the launcher's
             rank in its place. holmes checks that torch's function has a parameter of this name.
     """
     launched_rank = current.process.rank  # the rank before holmes renumbered it
@@ -88,11 +88,11 @@ def _give_group_its_nic(
     pg_options: Any = None,  # before torch 2.6
     group_desc: Any = None,
 ) -> Any:
-    """Make a process group that uses the NIC which holmes's plan assigns to its ranks.
+    """Make a process group that uses the NIC of its ranks in holmes's plan.
 
     Runs instead of torch's _new_process_group_helper; `call()` runs the original.
 
-    gloo reads the NIC from the environment variable GLOO_SOCKET_IFNAME, which is set while the group is made.
+    gloo reads the NIC from the environment variable GLOO_SOCKET_IFNAME. It is set while the group is made.
     NCCL receives its network as net_name in the group's options.
 
     Before the default group is made, all ranks check that they have the same plan, and that holmes has
@@ -121,7 +121,7 @@ def _give_group_its_nic(
         is_postponed = communicators.are_postponed(nccl_backend, options)
     is_member = current.rank in ranks
     if not is_member and is_postponed:
-        # Without lazy_init, torch would wait on this rank for a split, which the members do not start.
+        # Without lazy_init, torch would wait on this rank for a split that the members do not start.
         return call(**{options_name: with_lazy_init(None)})
     if not is_member:
         return call()
@@ -165,7 +165,7 @@ def _note_backends(current: Session, backend: str) -> None:
     names_of_all = set(backends(backend).values())  # {"gloo", "nccl"} of "cpu:gloo,cuda:nccl"
     current.backends |= names_of_all  # read by _destroy_after_gloo_threads()
     if "gloo" in names_of_all:
-        # Registers an exit handler, which waits until gloo's threads have freed their tensors. If they did so
+        # Registers an exit handler: it waits until gloo's threads have freed their tensors. If they did so
         # while the interpreter shuts down, the process could hang.
         delay_exit()
 
@@ -450,9 +450,9 @@ def record_group(
         name: Name of the group in the report.
         ranks: The group's ranks.
         backend: The group's backend, e.g. "nccl".
-        options: Options with which the group was made: ProcessGroupNCCL.Options, or None.
+        options: Options of the group: ProcessGroupNCCL.Options, or None.
     """
-    # A transport is a network, with the way by which the backend uses it on this node.
+    # A transport is a network, with the NIC or name that the backend uses on this node.
     planned = current.transport(ranks, backend)
     # as_made() returns `planned`, unless the user has set another network: for gloo by GLOO_SOCKET_IFNAME,
     # for NCCL by the field net_name of the options.

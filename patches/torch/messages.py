@@ -2,8 +2,8 @@
 
 nccl-lazy (torch 2.14 or newer) makes a separate communicator for each pair of ranks that exchange messages.
 torch gives it the network of the whole process group. If the group spans several clusters, this is Ethernet,
-also for two ranks of the same cluster. holmes sends such messages over a new process group of the two ranks,
-which uses the fastest network that they share.
+also for two ranks of the same cluster. holmes sends such messages over a new process group of the two ranks.
+It uses the fastest network that they share.
 
 Batches of messages (batch_isend_irecv) do not use communicators of pairs, and are not changed.
 """

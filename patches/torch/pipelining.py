@@ -112,7 +112,7 @@ def sizes_of(current: Session, pipeline_ranks: list[int]) -> Sizes | None:
         another       None: the order of the ranks is not known
 
     Args:
-        current: The session, which has the plan.
+        current: The session, with the plan.
         pipeline_ranks: Ranks of the pipeline's stages, in the order of the stages.
     """
     world_size = current.plan.world_size
@@ -246,11 +246,12 @@ def _step(current: Session, call: Call, instance: Any) -> Any:
                 reducer_of[stage] = reducer
     if not reducer_of:
         # Steps can be nested: schedule.py calls the step of a second schedule object inside that of the
-        # program's schedule. An inner step must not change _postponed_scaling, which the outer one may use.
+        # program's schedule. An inner step must not change _postponed_scaling, because the outer step may use
+        # it.
         return call()
 
     # Stage -> function that divides its gradients, None until torch wants to divide them. That is during
-    # call(), when the sums still run. _postpone_scaling(), which runs instead, stores the function here.
+    # call(), when the sums still run. _postpone_scaling() runs instead, and stores the function here.
     _postponed_scaling = dict.fromkeys(reducer_of)
     try:
         result = call()
@@ -262,7 +263,7 @@ def _step(current: Session, call: Call, instance: Any) -> Any:
     finally:
         _postponed_scaling = {}
         for reducer in reducer_of.values():
-            # defer_waits_for_reductions() has set a list, in which the reducer collects buckets to wait for.
+            # defer_waits_for_reductions() has set a list. The reducer collects buckets to wait for in it.
             # None ends that: outside of steps, DistributedDataParallel itself waits for each bucket.
             reducer.unfinished_buckets = None
     return result
@@ -272,7 +273,7 @@ def _step(current: Session, call: Call, instance: Any) -> Any:
 def _postpone_scaling(call: Call, instance: Any) -> None:
     """Postpone the division of a stage's gradients by the number of micro-batches.
 
-    Runs instead of scale_grads of torch's stages; `call()` runs the original, which divides each
+    Runs instead of scale_grads of torch's stages; `call()` runs the original: it divides each
     `.grad` in place.
 
     torch calls scale_grads when the backward passes of a stage have ended. In torch the gradients

@@ -4,11 +4,11 @@ Terms:
 
     pass    The forward pass of one micro-batch on one stage (F), its full backward pass (B), or one half of
             the backward pass: for the gradients of inputs (I) or of weights (W).
-    plan    What holmes computes before the job starts. With --holmes-schedule auto it lists the passes
-            of each stage.
+    plan    The result of holmes's planner, made before the job starts. With --holmes-schedule auto it lists
+            the passes of each stage.
 
-If the schedule has one stage a rank (1F1B, GPipe), each training step runs in _PipelineScheduleRuntime, which
-is torch's executor for lists of passes. It adds the sends and receives. holmes changes two things:
+If the schedule has one stage a rank (1F1B, GPipe), each training step runs in _PipelineScheduleRuntime,
+torch's executor for lists of passes. It adds the sends and receives. holmes changes two things:
 
     receives           torch posts each receive shortly before the message is needed. Over a slow network the
                        stage would wait. So receives are moved to where the plan posts them.
@@ -108,8 +108,8 @@ def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
     actions_of_rank = runtime.pipeline_order_with_comms  # rank -> its passes, sends and receives
     torch_actions = actions_of_rank[runtime.rank]
     # The passes in the plan's order, with each receive moved to the position that the plan gives it
-    # among the sends. Two neighbours then start their common sends and receives in the same order,
-    # without which NCCL would hang.
+    # among the sends. Two neighbours then start their common sends and receives in the same order.
+    # Otherwise NCCL would hang.
     actions_of_rank[runtime.rank] = _with_receives_moved(torch_actions, order, stage.stage_index)
     # From now on, _run_backward() postpones the weight gradients of this stage.
     _weight_gradients[stage] = WeightGradients()
@@ -127,7 +127,7 @@ def _planned_passes(current: Session, stage: Any) -> PassOrder | None:
     """Return the passes that holmes's plan lists for each stage of a pipeline.
 
     Args:
-        current: The session, which has the plan.
+        current: The session, with the plan.
         stage: This rank's stage of the pipeline.
 
     Returns:
@@ -141,8 +141,8 @@ def _planned_passes(current: Session, stage: Any) -> PassOrder | None:
     sizes = sizes_of(current, group_ranks(group))
     if sizes is None or not network_api:
         return None  # the plan cannot be applied to this pipeline or to its backend
-    # The plan has decisions about passes and messages ("traffic") for gloo, and others for NCCL, which can
-    # use faster networks.
+    # The plan has decisions about passes and messages ("traffic") for gloo, and others for NCCL, because it
+    # can use faster networks.
     decisions = current.plan_for(sizes).traffic_of(network_api)
     passes_of_stages = decisions.schedule  # one text for each stage, such as "F0 F1 B0 B1"
     if not passes_of_stages:
@@ -223,7 +223,7 @@ def _with_receives_moved(actions: list[Any], order: PassOrder, stage: int) -> li
 
     A receive is posted at the beginning of the training step, or right after the stage has sent a certain
     message to the same neighbour. So two neighbours launch their common sends and receives in the same order,
-    which NCCL needs.
+    as NCCL needs it.
 
     Args:
         actions: Passes, sends and receives of the stage, in torch's order.
@@ -274,7 +274,8 @@ def _run_forward(call: Call, instance: Any, fwd_chunk_id: int) -> Any:
     runs_planned_passes = instance in _weight_gradients
     if not runs_planned_passes or not instance.has_backward:
         return call()
-    # Within this context, linear layers keep what their weight gradients of the micro-batch need.
+    # Within this context, linear layers keep the tensors that their weight gradients of the
+    # micro-batch need.
     with _weight_gradients[instance].of(fwd_chunk_id):
         return call()
 

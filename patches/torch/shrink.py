@@ -51,7 +51,7 @@ class _Membership(NamedTuple):
 
 #: Process group -> its members since the last reconfiguration.
 _memberships: weakref.WeakKeyDictionary[Any, _Membership] = weakref.WeakKeyDictionary()
-#: Starts of the job (values of Session.key_prefix) in which torch's ranks now differ from the planned ranks.
+#: Starts of the job (values of Session.key_prefix) whose ranks in torch now differ from the planned ranks.
 _renumbered_rounds: set[str] = set()
 
 
@@ -127,7 +127,7 @@ def _reconfigure_and_record_group(
 ) -> Any:
     """Reconfigure a process group, and add it to the job's report if its members have changed.
 
-    Runs instead of torch.distributed._reconfigure; `call()` runs the original, which replaces the
+    Runs instead of torch.distributed._reconfigure; `call()` runs the original: it replaces the
     group's communicator by one with other members.
 
     The report (Session.groups) lists the members by the ranks that they had at the job's start. The
@@ -172,10 +172,10 @@ def _new_planned_ranks(
     A member's rank at the job's start is called its planned rank, because the plan uses it.
 
     torch describes each new member by a handle "BACKEND:RANK:UUID:...". RANK is the member's index
-    in a list of planned ranks. UUID says in which list:
+    in a list of planned ranks. UUID identifies the list:
 
-    - UUID of the group's last reconfiguration: in former.planned_ranks.
-    - UUID -1: in original_ranks. The member's process has just started.
+    - UUID of the group's last reconfiguration: former.planned_ranks.
+    - UUID -1: original_ranks. The member's process has just started.
 
     For example, rank 1 of the planned ranks (0, 1, 2, 3) has left, so former.planned_ranks is
     (0, 2, 3). A handle with RANK 1 and the UUID of that change is the member with planned rank 2.
@@ -184,7 +184,7 @@ def _new_planned_ranks(
         handles: Handles of the new members. A list is in the order of the new ranks. A set has no
             order: torch sorts it, and so does this function.
         former: Members since the last reconfiguration, with its UUID.
-        original_ranks: Planned ranks of the members with which the program first made the group.
+        original_ranks: Planned ranks of the group's first members, when the program made it.
 
     Returns:
         Planned rank of the member with new group rank 0, 1, ... None if a handle has another UUID.
@@ -218,7 +218,7 @@ def _update_renumbered_rounds(current: Session, default_group_ranks: tuple[int, 
     the plan has no network for them.
 
     The record is the set _renumbered_rounds. A round is one start of the job by the launcher. A
-    restart begins a new round, in which both numberings agree again.
+    restart begins a new round, and both numberings agree again.
 
     Args:
         default_group_ranks: Planned ranks of the default group's new members, ordered by torch's

@@ -1,7 +1,7 @@
 """Records when torch.distributed starts an operation, and how long the program waits for it.
 
-The recorder (runtime/measure/telemetry.py) uses this for telemetry, which measures communication, and for the
-watchdog, which reports operations that never end. Methods of two classes of torch are replaced:
+The recorder (runtime/measure/telemetry.py) uses this for telemetry (measurements of communication) and for
+the watchdog (reports of operations that never end). Methods of two classes of torch are replaced:
 
     ProcessGroup.allreduce, send, ...   start an operation; dist.all_reduce, dist.send, ... call them
     Work.wait                           waits for an operation
@@ -126,12 +126,12 @@ def _recording(original: Any, operation: Operation) -> Any:
         Without telemetry, only the original method runs.
 
         Returns:
-            What the original method returns: torch's Work of the operation.
+            The result of the original method: torch's Work of the operation.
         """
         recorder = telemetry.recorder
         if recorder is None:  # telemetry is off
             return original(self, *args, **kwargs)
-        # operation.payload_position and peer_position say which of `args` are recorded.
+        # operation.payload_position and peer_position select the `args` that are recorded.
         has_arguments = len(args) > last_position
         if not has_arguments:  # they were passed by keyword: the operation is not recorded
             return original(self, *args, **kwargs)

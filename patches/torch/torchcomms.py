@@ -1,4 +1,4 @@
-"""Ends a job that uses torchcomms, which would ignore the networks that holmes plans.
+"""Ends a job that uses torchcomms, because torchcomms would ignore the networks that holmes plans.
 
 torchcomms is a library of communication backends. torch.distributed uses them instead of its own backends if
 the library is installed and switched on. The switch is the environment variable
@@ -29,8 +29,8 @@ _ENABLING_VARIABLE = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
 def _refuse_torchcomms(current: Session, call: Call, instance: Any) -> bool:
     """Return False if torch uses its own backends; end the job if it would use torchcomms.
 
-    Runs instead of torch's _use_torchcomms_enabled; `call()` runs the original, which returns whether
-    torchcomms is both switched on and installed. torch calls it before it makes a process group.
+    Runs instead of torch's _use_torchcomms_enabled; `call()` runs the original: it returns whether torchcomms
+    is both switched on and installed. torch calls it before it makes a process group.
 
     Raises:
         HolmesError: torch would use torchcomms.

@@ -6,16 +6,16 @@ called without an active exception"). There are two cases:
     callbacks   torch.futures.Future.then() runs a function in the thread of the backend. The future is
                 complete before the function runs, so the program may reach its end meanwhile.
     gloo        Its threads need the GIL after every operation, to free the operation's tensors, and hold a
-                lock until they have it. If DistributedDataParallel, which outlives destroy_process_group,
-                ends its group meanwhile, the process hangs (torch 2.13,
-                distributed/c10d/ProcessGroupGloo.cpp, runLoop and the destructor).
+                lock until they have it. DistributedDataParallel outlives destroy_process_group. If it ends
+                its group meanwhile, the process hangs (torch 2.13, distributed/c10d/ProcessGroupGloo.cpp,
+                runLoop and the destructor).
 
     gloo's thread   ...operation | needs GIL | callback | needs GIL again, to free the function
     main thread     ...last step | exit: waits here ............... | the interpreter ends
 
-All waits have a time limit, so the exit is delayed, but not for ever. An operation in which another rank
-takes no part ends when that rank's process ends, or by gloo's timeout. Without holmes the exit waits for it,
-too: in the destructor of the group, which is too late for a callback, since the interpreter has ended then.
+All waits have a time limit, so the exit is delayed, but not for ever. An operation that another rank never
+joins ends when that rank's process ends, or by gloo's timeout. Without holmes the exit waits for it, too, in
+the destructor of the group. That is too late for a callback, since the interpreter has ended then.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from holmes_ext.words import counted
 
 #: Longest wait for a callback at exit, in seconds. The callback of an operation that never ends never runs.
 CALLS_S = 600.0
-#: Seconds at exit after which a line says what the exit waits for.
+#: Seconds at exit until a line names the operations that the exit waits for.
 _SILENT_S = 2.0
-#: Time at exit, in seconds, in which the backend's thread frees the last function and its tensors.
+#: Time at exit, in seconds, for the backend's thread to free the last function and its tensors.
 FREE_S = 0.02
 #: Longest time at exit, in seconds, that gloo's threads get if they still run after FREE_S. On a busy
 #: machine, a thread may wait longer than FREE_S for a CPU.
 _RUNNING_S = 2.0
 _CHECKS = 4  # in FREE_S
-#: Names that torch and gloo give to threads which run operations.
+#: Names that torch and gloo give to threads that run operations.
 _GLOO_THREAD = "gloo"
 
 #: Event -> longest wait for it, in seconds from the beginning of the exit.
@@ -65,7 +65,7 @@ def before_exit(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wrap a callback, so that the exit of the interpreter waits until it was called.
 
     Args:
-        function: Callback of a torch.futures.Future, which gets the future.
+        function: Callback of a torch.futures.Future. It is called with the future.
     """
     ended = threading.Event()
     # Limits the wait at exit: the callback of an operation that never ends is never called.
@@ -83,8 +83,8 @@ def before_exit(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def let_threads_free_tensors() -> None:
     """Sleep until gloo's threads have had the time to free the tensors of the last operation.
 
-    The threads need the GIL for that, which this thread does not hold while it sleeps. They have freed
-    everything when none of them is busy in _CHECKS checks one after the other.
+    The threads need the GIL for that, and this thread does not hold it while it sleeps. They have freed
+    everything when none of them is busy in _CHECKS successive checks.
     """
     deadline = time.monotonic() + _RUNNING_S
     idle_checks = 0
@@ -97,7 +97,7 @@ def _has_running_gloo_thread() -> bool:
     """Return whether a thread of gloo in this process is busy, by its state in /proc.
 
     A busy thread runs or waits for a CPU (state R), or is in a short wait of the kernel, such as for a
-    page of memory (D). An idle one sleeps until an operation of gloo begins (S).
+    page of memory (D). An idle thread sleeps until an operation of gloo begins (S).
     """
     for file in Path("/proc/self/task").glob("*/stat"):
         try:
@@ -124,8 +124,8 @@ def delay_exit() -> None:
 def _wait() -> None:
     """Wait for all awaited events, each at most until its time limit, and then for gloo's threads.
 
-    An event is set when an operation over gloo or its callback has ended (see await_at_exit). If some are
-    not set after _SILENT_S seconds, a line says what the exit waits for.
+    An event is set when an operation over gloo or its callback has ended (see await_at_exit). If some are not
+    set after _SILENT_S seconds, a line is printed: the exit waits for operations.
     """
     begin = time.monotonic()
     deadlines = {ended: begin + seconds for ended, seconds in list(_awaited.items())}
@@ -146,8 +146,8 @@ def _wait() -> None:
 
 
 def _report(pending: int, longest_s: float) -> None:
-    """Print what the exit waits for, if there still is a stream for messages."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, or a closed one
+    """Print how many operations the exit waits for, if the stream for messages still exists."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, or it is closed
         sys.stderr.write(
             f"holmes: the exit waits up to {longest_s:.0f} s for {counted(pending, 'operation')} under way "
             "over gloo, until the other ranks take part or end\n"

@@ -22,7 +22,7 @@ from holmes_ext.runtime.backend import Connect, traits_of
 
 
 class _State:
-    """Whether new process groups get their NCCL communicators late, at their first operation."""
+    """State of this module: whether new groups get their NCCL communicators at their first operation."""
 
     postpones: bool = False  # True inside the `with` block of postponed()
 
@@ -81,7 +81,7 @@ def with_lazy_init(options: Any) -> Any:
     This is the option `lazy_init`. Without it, torch creates the communicator with the group.
 
     Args:
-        options: ProcessGroupNCCL.Options, which are changed and returned; None for new ones.
+        options: ProcessGroupNCCL.Options, changed and returned; None for new options.
     """
     from torch.distributed import ProcessGroupNCCL
 

@@ -36,8 +36,8 @@ def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
     try:
         refuse_other_sizes(current, sizes)
     except HolmesError as error:
-        # told_once() prints the message on one rank. All ranks raise what it returns, which is not
-        # printed again.
+        # told_once() prints the message on one rank. All ranks raise its result: an error that is
+        # not printed again.
         raise told_once(error) from None
     # maker: functions that derive plans and judge them; None only in tests.
     if current.rank == 0 and current.maker is not None:

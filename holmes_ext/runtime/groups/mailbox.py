@@ -24,9 +24,9 @@ recorded.
 Invariant: both ranks of a pair post the messages of one direction in the same order, and each direction has a
 process group of its own.
 
-No rank waits for ever: both stages post and send their messages in one order (receive_order.py). It is chosen
-so that no rank waits for ever even if each operation of a rank waits for the operation before it. So it does
-not matter in which order CUDA streams, hardware queues or gloo's threads run the operations.
+No rank waits for ever: both stages post and send their messages in the same order (receive_order.py). It is
+chosen so that no rank waits for ever even if each operation of a rank waits for the operation before it. So
+CUDA streams, hardware queues and gloo's threads may run the operations in any order.
 
 With NCCL, isend and irecv run on the stream of their process group. A send that no rank waits for delays no
 other stream, but its tensor must outlive it. Before a received buffer is copied, the current stream waits
@@ -89,7 +89,7 @@ class _PostedReceive(NamedTuple):
 
 
 class _StagePair(NamedTuple):
-    """Pipeline stages of this rank and of one neighbour."""
+    """Numbers of the pipeline stages of this rank and of a neighbouring rank."""
 
     this_stage: int
     neighbour_stage: int
@@ -101,8 +101,8 @@ def of_pairs(
     """Return an object that sends and receives this rank's pipeline messages, with new groups.
 
     The object, a Mailbox, sends without waiting and posts receives in advance. For each neighbour,
-    one new process group carries activations to the later stage, and another carries gradients
-    back. The two ranks of a pair must make the groups in the same order, so the pairs are sorted.
+    a new process group carries activations to the later stage, and another carries gradients back.
+    The two ranks of a pair must make the groups in the same order, so the pairs are sorted.
 
     Args:
         pairs: Pairs of global ranks, the rank of the earlier stage first.
@@ -166,7 +166,7 @@ class Mailbox:
         #: The pass that sends: "F" or "B", and its micro-batch. Set by the caller of send().
         self.sending_pass: tuple[str, int] = ("", 0)
 
-        # Neighbour -> shapes and dtypes of the messages of one micro-batch.
+        # Neighbour -> shapes and dtypes of the messages of a micro-batch.
         self._announced: dict[int, Sequence[MessageSpec]] = {}  # messages to the neighbour
         self._expected: dict[int, Sequence[MessageSpec]] = {}  # messages from the neighbour
         # Neighbour -> shape and dtype of each message received in a step of blocking calls.
@@ -175,7 +175,7 @@ class Mailbox:
         # State of the current step. Keys are neighbours, except in _sent_messages.
         self._micro_batches = 0  # of the whole step
         self._device_tensor: Any = None  # receive buffers are allocated on its device
-        # When to post receives: before or after which pass, and how many.
+        # When to post receives: before or after each pass, and how many.
         self._posting_rules: dict[int, PostingRule | ListedPostingRule] = {}
         # "F" or "B" (the pass that sent) -> messages whose tensors are still kept.
         self._sent_messages: dict[str, deque[_SentMessage]] = defaultdict(deque)
@@ -185,7 +185,7 @@ class Mailbox:
         self._received_messages: Counter[int] = Counter()  # number of calls of recv()
         self._checked_messages: Counter[int] = Counter()  # sent messages compared with _announced
 
-    # Which messages a micro-batch has
+    # Messages of a micro-batch
 
     def expect(self, specs: Sequence[MessageSpec], peer: int) -> None:
         """Declare the messages that a neighbour sends for every micro-batch.
@@ -208,7 +208,10 @@ class Mailbox:
         self._checked_messages[peer] = 0
 
     def start_recording(self) -> None:
-        """Begin a step of blocking sends and receives that records all shapes and dtypes."""
+        """Begin a step with blocking sends and receives, and record the shapes of received messages.
+
+        Later steps need the shapes and dtypes to post receives in advance.
+        """
         self.is_recording = True
         self._checked_messages.clear()
         self._recorded = {peer: [] for peer in self.neighbours}
@@ -264,7 +267,7 @@ class Mailbox:
     # A step with known messages
 
     def begin(self, order: PipelineOrder, micro_batches: int, like: Any) -> None:
-        """Begin a training step in which receives are posted (irecv) some passes before their use.
+        """Begin a training step that posts its receives (irecv) some passes before their use.
 
         A posted receive needs a buffer, so the shapes and dtypes of all messages must be known
         (has_message_specs). Either the engine has declared them by expect(), or the mailbox has
@@ -295,8 +298,8 @@ class Mailbox:
     def send(self, tensor: Any, peer: int) -> None:
         """Start to send a tensor to a neighbour, and return before it is sent.
 
-        Only in a first step that records the shapes of messages (start_recording()) is the send a blocking
-        one: the receiver cannot post receives in advance before it knows these shapes.
+        Only in a first step that records the shapes of messages (start_recording()) is the send blocking: the
+        receiver cannot post receives in advance before it knows these shapes.
 
         Raises:
             HolmesError: the engine has declared another shape or dtype of this message, by announce().
@@ -373,7 +376,7 @@ class Mailbox:
 
     @property
     def by_peer(self) -> dict[int, Any]:
-        """Neighbour -> one process group for both directions: the group that carries activations.
+        """Neighbour -> a single process group for both directions: the group that carries activations.
 
         Both ranks of a pair get the same group.
         """
@@ -417,7 +420,7 @@ class Mailbox:
         The engine declared, with announce(), the messages that each micro-batch sends to `peer`.
         Without this check, gloo would fill the receiver's buffer only in part, or end the process.
         """
-        specs = self._announced.get(peer)  # one for each message of a micro-batch, in order
+        specs = self._announced.get(peer)  # of each message of a micro-batch, in order
         if not specs:
             return
         micro_batch, position = divmod(self._checked_messages[peer], len(specs))
@@ -433,7 +436,7 @@ class Mailbox:
             )
 
     def _check_expected(self, buffer: Any, encoded: Any, peer: int) -> None:
-        """Raise an error if the engine wants another message than the posted receive has."""
+        """Raise an error if the engine's tensor does not fit the receive that was posted for its message."""
         expected = message_spec(buffer)
         wanted = message_spec(encoded)
         if wanted != expected:
@@ -446,7 +449,7 @@ class Mailbox:
 
     @contextmanager
     def _naming_stage_link(self, peer: int) -> Iterator[None]:
-        """Turn an error of a receive into a HolmesError that names the stage link and the cause."""
+        """Turn an error of a receive into a HolmesError that names both stages and the cause."""
         try:
             yield
         except RuntimeError as error:
@@ -455,9 +458,9 @@ class Mailbox:
                 f"stage link from stage {stages.neighbour_stage} (rank {peer}) "
                 f"to stage {stages.this_stage}"
             )
-            # broken() returns the text of an error that says which stage link broke and why. If
-            # another rank has ended because of wrong user input, it returns the message of that
-            # rank instead, with the prefix "holmes: ". The prefix is removed, since printing a
+            # broken() returns the text of an error: the stage link that broke, and the reason. If
+            # another rank has ended because of wrong user input, it returns that rank's message
+            # instead, with the prefix "holmes: ". The prefix is removed, since printing a
             # HolmesError adds it.
             message = failure.broken(stage_link, str(error))
             raise HolmesError(message.removeprefix(failure.INPUT)) from error

@@ -38,8 +38,8 @@ def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
 
     dist.new_group() usually needs all ranks of the job. With use_local_synchronization=True it
     needs only the members. But if the default group is bound to a GPU, torch still splits the
-    communicator from the default group's (ncclCommSplit), which needs all ranks. Two ways avoid the
-    split:
+    communicator from the default group's (ncclCommSplit), and the split needs all ranks. Two ways
+    avoid it:
 
         lazy_init       An option of newer NCCL backends: the group creates its communicator at its
                         first operation, without a split.
@@ -70,7 +70,7 @@ def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
 
 
 def _new_name(ranks: Sequence[int], purpose: str) -> str:
-    """Return a name that this process has not used for a group before."""
+    """Return a name for a new process group, not used by an earlier group of this process."""
     key = (*ranks, purpose)
     _count[key] += 1
     if len(ranks) <= _MOST_NAMED:
@@ -99,7 +99,8 @@ def _default_group_bound_to(device: Any) -> Iterator[None]:
     """Set the GPU that the default process group is bound to, inside the `with` block.
 
     With a bound GPU, torch creates a new NCCL group as a split of the default group's communicator
-    (ncclCommSplit), in which all ranks of the job must take part. With None it does not split.
+    (ncclCommSplit), and all ranks of the job must take part in the split. With None it does not
+    split.
 
     Args:
         device: The torch.device; None to bind the default group to no GPU.

@@ -49,7 +49,7 @@ def pair_groups(current: session.Session, group: Any) -> dict[int, Any]:
     if not network_api:
         return {}  # the backend chooses its networks itself
     if len(ranks) <= _RANKS_OF_PAIR:
-        return {}  # the pipeline is one pair
+        return {}  # the pipeline is a single pair
     # All pairs of neighbouring stages, or none.
     pairs = pairs_with_group(current.plan, ranks, network_api)
     return groups_of(pairs, current.rank, group)
@@ -91,13 +91,12 @@ def pair_group(pair: Iterable[int], purpose: str, pipeline: Any) -> Any:
         settings = settings_of(pipeline)
         current = session.active()
         # max_ctas limits the thread blocks of a communicator. If the program set no limit, it has
-        # NCCL's value for "undefined", which is negative.
+        # NCCL's negative value for "undefined".
         program_has_limit = settings.config.max_ctas >= 1
         uses_nic = current is not None and current.transport(ranks, backend).fabric != LOCAL
         if uses_nic and not program_has_limit:
             # A receive that waits for its message occupies its thread blocks, and the GPU cannot
-            # compute with them. So they are limited to PAIR_CTAS (4), which are enough to use the
-            # whole NIC.
+            # compute with them. So they are limited to PAIR_CTAS (4), enough to use the whole NIC.
             settings.config.max_ctas = max(PAIR_CTAS, settings.config.min_ctas)
         options["pg_options"] = settings
     return members_group(ranks, purpose, **options)

@@ -5,8 +5,8 @@ ends when its receive has begun. Such kernels may share a hardware queue or a st
 streams in turn), and the host may wait for the device (torch.cuda.synchronize(), cudaFree,
 CUDA_LAUNCH_BLOCKING=1). In the worst case, every operation of a rank waits until the rank's operation before
 it has ended. The order of messages here is chosen so that even then no rank waits for ever. Both stages post
-and send all messages between them in one common order. Here `a` is an activation and `g` a gradient, with
-the numbers of their micro-batches:
+and send all messages between them in a common order. Here `a` is an activation and `g` a gradient, with the
+numbers of their micro-batches:
 
     a 0 ... a (lead - 1)   g 0   a lead   g 1   a (lead + 1)   g 2  ...
 
@@ -14,27 +14,27 @@ The lead is the number of activations before the first gradient. Before its firs
 some forward passes, its micro-batches in flight. They bound the lead:
 
     lead >= micro-batches in flight of the later stage
-            The later stage runs so many forward passes, each of which needs an activation, before it sends
+            The later stage runs so many forward passes, and each needs an activation, before it sends
             its first gradient.
     lead <= micro-batches in flight of the earlier stage
             The earlier stage sends no more activations than that before it needs the first gradient.
 
-Example: the earlier stage runs 4 forward passes first, the later one 2, and the lead is 3. Both stages post
+Example: the earlier stage runs 4 forward passes first, the later stage 2, and the lead is 3. Both stages post
 (post) and send (send) in the order a0 a1 a2 g0 a3 g1 a4 ...:
 
     earlier stage   F0 send a0, F1 send a1, F2 send a2, post g0, F3 send a3, post g1, B0, F4 send a4, ...
     later stage     post a0, post a1, F0, post a2, F1, B0 send g0, post a3, F2, B1 send g1, post a4, ...
 
-So the earlier stage posts the receive of a gradient one pass before the pass that needs it (4 - 3), and the
-later stage that of an activation one pass before (3 - 2).
+So the earlier stage posts the receive of a gradient 4 - 3 = 1 pass before the pass that needs it, and the
+later stage that of an activation 3 - 2 = 1 pass before.
 
 No rank waits for ever: in this order, every launch depends only on earlier launches of both stages, so there
 is no cycle (tests/runtime/groups/test_receive_order.py checks random pipelines).
 
 Choice of the lead: the plan keeps so many micro-batches in flight that a message has time for a round trip
 over the stage link (plan/cost/pipeline.py, in_flight). The difference of both stages' micro-batches in flight
-is the number of passes by which both stages together can post receives ahead. Each stage gets half of it. The
-stage with the longer compute time has less idle time in which it could wait for a message, so it gets more.
+is a number of passes: both stages together can post receives so many passes ahead. Each stage gets half of
+it. The stage with the longer compute time has less idle time to wait for a message, so it gets more.
 
 If the plan lists the passes of each stage (plan/schedule.py), it also lists, for each gradient, the
 activations before it.
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PostingRule:
-    """Rule by which a 1F1B pipeline stage posts its receives (irecv) from one neighbouring stage.
+    """Rule by which a 1F1B pipeline stage posts its receives (irecv) from a neighbouring stage.
 
     Order1F1B makes the rule. Mailbox applies it before and after each pass: it posts receives until
     their number reaches the rule's. Receives are counted in micro-batches from the beginning of the
@@ -70,7 +70,7 @@ class PostingRule:
     micro-batch 2.
     """
 
-    #: Number of passes by which a receive is posted before the pass that needs its message.
+    #: A receive is posted so many passes before the pass that needs its message.
     passes_ahead: int
     #: For receives of gradients: activations sent before the first receive is posted. None for
     #: receives of activations.
@@ -92,8 +92,8 @@ class PostingRule:
         """Return how many receives the stage must have posted after one of its passes.
 
         Only forward passes of a stage that receives gradients from the neighbour require any. Such
-        a stage first sends `activations_before_first` activations. Then it posts the receive of one
-        gradient, and one more after each further activation. Example with
+        a stage first sends `activations_before_first` activations. Then it posts the receive of a
+        gradient, and another after each further activation. Example with
         activations_before_first=3: after forward passes 0, 1, 2, 3 the result is -1, 0, 1, 2.
 
         Args:
@@ -114,9 +114,9 @@ class PostingRule:
 class ListedPostingRule:
     """Rule by which a pipeline stage posts its receives (irecv), if the plan lists all passes.
 
-    The rule is for the receives from one neighbouring stage. ListedOrder makes it. Mailbox applies
-    it before and after each pass: it posts receives until their number reaches the rule's. Receives
-    are counted in micro-batches from the beginning of the step.
+    The rule is for the receives from a single neighbouring stage. ListedOrder makes it. Mailbox
+    applies it before and after each pass: it posts receives until their number reaches the rule's.
+    Receives are counted in micro-batches from the beginning of the step.
     """
 
     #: Micro-batch -> number of activations that both stages launch before its gradient.
@@ -134,22 +134,21 @@ class ListedPostingRule:
         Returns:
             Number of receives from the neighbour since the beginning of the step, in micro-batches.
         """
-        # gradients_sent: micro-batch -> gradients sent before its forward pass. It is empty for a
-        # stage that receives gradients.
-        receives_activations = bool(self.gradients_sent)
-        if receives_activations:
-            # Gradients are numbered from 0, so the number of gradients sent is also the number of
-            # the next one. All activations that the plan puts before this one must be posted.
-            next_gradient = self.gradients_sent[micro_batch]
-            return self._activations_before_gradient(next_gradient)
-        return micro_batch + 1  # only the receive of the gradient that this pass needs
+        if not self._receives_activations:
+            return micro_batch + 1  # only the receive of the gradient that this pass needs
+        # Before this forward pass, the stage has sent gradients 0 to next_gradient - 1. In the planned order
+        # of messages, this pass's activation comes before the next gradient. So all activations before that
+        # gradient are posted.
+        next_gradient = self.gradients_sent[micro_batch]
+        return self._activations_before_gradient(next_gradient)
 
     def posted_after(self, kind: str, micro_batch: int) -> int:
         """Return how many receives the stage must have posted after one of its passes.
 
-        A stage that receives activations posts more of them after each backward pass, which has
-        sent a gradient. A stage that receives gradients posts more of them after each forward pass,
-        which has sent an activation.
+        Messages in both directions have a planned order. A stage that receives activations posts
+        those up to the next gradient after each backward pass, because that pass has sent a
+        gradient. A stage that receives gradients posts those up to the next activation after each
+        forward pass, because that pass has sent an activation.
 
         Args:
             kind: "F" after a forward pass, "B" after a backward pass.
@@ -159,26 +158,29 @@ class ListedPostingRule:
             Number of receives from the neighbour since the beginning of the step, in micro-batches.
             0: the pass requires none.
         """
-        # gradients_sent is empty for a stage that receives gradients.
-        receives_activations = bool(self.gradients_sent)
-        if receives_activations:
+        if self._receives_activations:
             if kind != "B":
                 return 0
-            # Post the activations that the plan puts before the next gradient.
-            return self._activations_before_gradient(micro_batch + 1)
+            next_gradient = micro_batch + 1
+            return self._activations_before_gradient(next_gradient)
         if kind != "F":
             return 0
         activations_sent = micro_batch + 1
-        # activations_before: micro-batch -> number of activations before its gradient, ascending.
-        # Count the gradients that have at most `activations_sent` activations before them.
+        # The number of gradients with at most `activations_sent` activations before them. The list
+        # is sorted, so this is the position behind the last of them.
         return bisect_right(self.activations_before, activations_sent)
+
+    @property
+    def _receives_activations(self) -> bool:
+        """True if the stage receives activations from the neighbour, False if it receives gradients."""
+        return bool(self.gradients_sent)
 
     def _activations_before_gradient(self, micro_batch: int) -> int:
         """Return the number of activations that are launched before the gradient of a micro-batch.
 
         Args:
-            micro_batch: Number of the micro-batch. A number after the last one has no gradient:
-                then the result is the number of all activations of the step.
+            micro_batch: Number of the micro-batch. A number after the last micro-batch has no
+                gradient: then the result is the number of all activations of the step.
         """
         if micro_batch < len(self.activations_before):
             return self.activations_before[micro_batch]
@@ -189,13 +191,13 @@ class ListedPostingRule:
 class Order1F1B:
     """Order of passes and messages of a 1F1B pipeline with a planned number of micro-batches in flight.
 
-    Each stage first runs as many forward passes as it holds micro-batches in flight. Then it alternates one
-    backward and one forward pass.
+    Each stage first runs as many forward passes as it holds micro-batches in flight. Then it alternates a
+    backward pass and a forward pass.
     """
 
     #: By stage: forward passes before the first backward pass.
     in_flight: tuple[int, ...]
-    #: By stage: seconds in which it computes a micro-batch; () if unknown.
+    #: By stage: compute time of a micro-batch in seconds; () if unknown.
     busy_s: tuple[float, ...] = ()
     #: Whether both stages must launch their messages in the same order: True with NCCL, False with gloo.
     needs_message_order: bool = True
@@ -203,15 +205,16 @@ class Order1F1B:
     def posting_rule(self, stage: int, neighbour: int, micro_batches: int) -> PostingRule:
         """Return how many passes before its use a stage posts each receive from a neighbour stage.
 
-        With NCCL both stages launch all messages in one order: first `lead` activations, then
-        gradients and activations in turn. The lead lies between forwards_of_later and
-        forwards_of_earlier, the forward passes of each stage before its first backward pass:
+        Before its first backward pass, the earlier of the two stages runs forwards_of_earlier forward
+        passes, the later stage forwards_of_later. The difference is the number of passes by which
+        they can post receives ahead (passes_to_share).
+
+        With gloo, each stage posts all of these passes ahead. With NCCL, both must launch all
+        messages in the same order: `lead` activations first, then gradients and activations in turn
+        (see the module). So the stages divide the passes:
 
             later stage      posts an activation's receive lead - forwards_of_later passes ahead
             earlier stage    posts a gradient's receive forwards_of_earlier - lead passes ahead
-
-        With gloo no common order is needed. Both stages then post all
-        forwards_of_earlier - forwards_of_later passes ahead.
 
         Args:
             stage: Number of the stage that receives.
@@ -220,12 +223,11 @@ class Order1F1B:
         """
         earlier_stage = min(stage, neighbour)
         later_stage = earlier_stage + 1
-        # Forward passes before the first backward pass (in_flight). A short step has fewer.
+        # A step with few micro-batches has fewer forward passes than are planned before the first
+        # backward pass.
         forwards_of_earlier = min(self.in_flight[earlier_stage], micro_batches)
         forwards_of_later = min(self.in_flight[later_stage], micro_batches)
         receives_gradients = stage == earlier_stage
-        # The later stage sends its first gradient after forwards_of_later activations, and the earlier stage
-        # needs it after forwards_of_earlier activations.
         passes_to_share = forwards_of_earlier - forwards_of_later
         if not self.needs_message_order:
             if receives_gradients:
@@ -247,9 +249,9 @@ class Order1F1B:
     def _share_of_later_stage(self, later_stage: int, passes_to_share: int) -> int:
         """Divide a number of passes between two neighbour stages; return the later stage's share.
 
-        A share is the number of passes by which the stage posts a receive before it needs the
-        message. Both stages get half, but the stage that computes longer gets more: it has less
-        idle time in which it could wait for a message.
+        With a share of 2, a stage posts each receive 2 passes before it needs the message. Both
+        stages get half, but the stage that computes longer gets more: it has less idle time to wait
+        for a message.
 
         Args:
             later_stage: Number of the later stage.
@@ -258,8 +260,8 @@ class Order1F1B:
         Returns:
             An integer from 0 to passes_to_share. The earlier stage gets the rest.
         """
-        # How much longer the later stage computes a micro-batch than the earlier one. The unit is
-        # the time from one pass to the next: in the steady state, that of the slowest stage.
+        # How much longer the later stage computes a micro-batch than the earlier stage. The unit is
+        # the time between two passes: in the steady state, that of the slowest stage.
         passes_longer = 0.0
         if self.busy_s:
             busy_difference_s = self.busy_s[later_stage] - self.busy_s[later_stage - 1]
@@ -269,7 +271,7 @@ class Order1F1B:
         return min(max(nearest, 0), passes_to_share)
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
-        """Return the passes of a stage, as pairs of a letter ("F" or "B") and a micro-batch."""
+        """Return the passes of a stage in order, as pairs of a letter ("F" or "B") and a micro-batch."""
         scheduled = passes(
             stage, len(self.in_flight), micro_batches, in_flight=self.in_flight[stage]
         )
@@ -300,7 +302,7 @@ class ListedOrder:
         stage_link = min(stage, neighbour)  # numbered by its earlier stage
         # Two tuples: micro-batch -> number of activations that the later (then: the earlier) stage
         # launches before the gradient of the micro-batch. With NCCL both tuples are equal, since
-        # both stages launch in one order. With gloo they differ: each stage posts as early as
+        # both stages launch in the same order. With gloo they differ: each stage posts as early as
         # possible.
         orders = self.schedule.receive_orders(stage_link)
         activations_before_at_later_stage, activations_before_at_earlier_stage = orders
@@ -317,7 +319,7 @@ class ListedOrder:
         )
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
-        """Return the listed passes of a stage, as pairs of a letter and a micro-batch."""
+        """Return the listed passes of a stage in order, as pairs of a letter and a micro-batch."""
         return self.schedule.stages[stage]
 
 
@@ -336,8 +338,8 @@ def listed_passes(texts: Sequence[str], network_api: str) -> PassOrder:
         HolmesError: the list is for NCCL but does not say when to post the receives of gradients.
     """
     order = PassOrder.parse(texts)
-    # An entry such as g0 says after which activations the receive of a gradient is posted: parse() turns
-    # these entries into activations_before.
+    # An entry such as g0 stands after the activations that are launched before the receive of a gradient:
+    # parse() turns these entries into activations_before.
     if network_api == VERBS and not order.activations_before:
         raise HolmesError(
             "the plan's passes do not say when gradients' receives are posted (g0, g1 ...), "

@@ -1,12 +1,12 @@
-"""Tells gloo and NCCL which network a new process group must use, as the plan has decided.
+"""Makes gloo and NCCL use the planned network for a new process group.
 
     gloo   uses the interface that the environment variable GLOO_SOCKET_IFNAME names when the group is made.
     NCCL   uses the network that config.net_name in the group's options names: "IB" (InfiniBand or RoCE),
-           "Socket" (Ethernet) or that of a network plugin ("Libfabric"). Environment variables say which NICs
-           "IB" and "Socket" mean (NCCL_IB_HCA, NCCL_SOCKET_IFNAME). NCCL reads them once, so
+           "Socket" (Ethernet) or that of a network plugin ("Libfabric"). Environment variables select the
+           NICs of "IB" and "Socket" (NCCL_IB_HCA, NCCL_SOCKET_IFNAME). NCCL reads them once, so
            node_environment() sets them before the first communicator of the process.
 
-A communicator cannot use RDMA and sockets at the same time (NVIDIA/nccl#878), so the whole group has one
+A communicator cannot use RDMA and sockets at the same time (NVIDIA/nccl#878), so the whole group has a single
 network.
 """
 
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
-#: Settings that a new communicator does not take from another one. A communicator that shares the resources
-#: of its parent (ncclConfig_t.splitShare) has the parent's network: ncclCommSplit rejects another one with
+#: Settings that a new communicator does not take from its parent. A communicator that shares the resources of
+#: its parent (ncclConfig_t.splitShare) has the parent's network: ncclCommSplit rejects another network with
 #: ncclInvalidUsage. The name stands in NCCL's logs and is different for each communicator.
 _NOT_COPIED = frozenset({"net_name", "split_share", "comm_name"})
 
 
 @dataclass(frozen=True)
 class Transport:
-    """The network of a process group, as one node sees it."""
+    """The network of a process group on one node: its name, and the node's interface."""
 
     fabric: str  # name of the network; "local" if the group is inside one node
     kind: str  # of NIC: "ib", "roce", "ethernet" or "local"
@@ -49,7 +49,7 @@ class Transport:
 
 
 def transport_on(fabric: Fabric | None, node: Node) -> Transport:
-    """Return the transport of a process group on one of its nodes.
+    """Return the transport (network, and NIC on this node) of a process group on one of its nodes.
 
     Args:
         fabric: Network of the group; None if the group is inside one node.
@@ -76,8 +76,8 @@ def as_made(
 ) -> Transport:
     """Return the transport that a process group really has on one of its nodes.
 
-    It is the planned one, unless the user's GLOO_SOCKET_IFNAME or a net_name in the group's NCCL options sets
-    another network.
+    It is the planned transport, unless the user's GLOO_SOCKET_IFNAME or a net_name in the group's NCCL
+    options sets another network.
 
     Args:
         planned: Transport that the plan has for the group.
@@ -101,26 +101,26 @@ def as_made(
 def _gloo_transport(
     planned: Transport, node: Node, interface: str, fabrics: Mapping[str, Fabric]
 ) -> Transport:
-    """Return the transport of a gloo group that uses `interface`, one or several names with commas."""
+    """Return the transport of a gloo group that uses `interface`: names separated by commas."""
     if interface == planned.interface:
         return planned
     names = interface.split(",")
     port = next((port for port in node.ports if port.interface in names), None)
     if port is None:
-        return planned  # it is not known to which network the interface belongs
+        return planned  # the network of the interface is not known
     return Transport(port.fabric, fabrics[port.fabric].kind, interface=interface, net_name="")
 
 
 def _nccl_transport(
     planned: Transport, node: Node, net_name: str, fabrics: Mapping[str, Fabric]
 ) -> Transport:
-    """Return the network that an NCCL group uses on one of its nodes: planned, or the program's.
+    """Return the transport of an NCCL group on one of its nodes: the planned transport, or the program's.
 
     The program may have set another net_name in the group's options than the plan has. NCCL then
     uses the program's network.
 
     Args:
-        planned: Network that the plan has for the group.
+        planned: Transport that the plan has for the group.
         node: The node.
         net_name: NCCL's name of the network in the group's options: "IB", "Socket" or the name of a
             plugin. "": the options name none, so the planned network is used.
@@ -164,19 +164,19 @@ def nccl_options(
     parent: Any = None,
     comm_name: str = "",
 ) -> Any:
-    """Return the options of one NCCL group, with the net_name of `transport`.
+    """Return the options of an NCCL group, with the net_name of `transport`.
 
     Each group gets a new options object, with a copy of the given settings. A shared object would
-    not do: each communicator frees the net_name of its options, so one string would be freed twice.
-    If the program has set a net_name itself, its options are returned unchanged.
+    not do: each communicator frees the net_name of its options, so the same string would be freed
+    twice. If the program has set a net_name itself, its options are returned unchanged.
 
     Args:
         transport: Network of the group.
         given: Options that the program gave for the group, or None.
         options_class: torch's ProcessGroupNCCL.Options.
         timeout: Timeout of the group's operations; None to leave it as it is.
-        parent: If the group is split from another one, that group's options; else None. Their
-            settings are copied if `given` is None.
+        parent: Options of the group that the new group is split from; None if it is not split.
+            Their settings are copied if `given` is None.
         comm_name: Name of the communicator in NCCL's logs. Ignored if torch has no such option, or the
             program has given a name.
     """
@@ -185,7 +185,7 @@ def nccl_options(
     settings = parent if given is None else given
     fresh = options_class()
     if settings is not None:
-        # _NOT_COPIED names the fields of a config that belong to one communicator.
+        # _NOT_COPIED names the fields of a config that belong to a single communicator.
         _copy_settings(settings.config, fresh.config, skip=_NOT_COPIED)
         _copy_settings(settings, fresh, skip={"config"})
     if transport.net_name:
@@ -199,7 +199,7 @@ def nccl_options(
 
 
 def settings_of(group: Any) -> Any:
-    """Return new NCCL options with the settings of `group`, for a group with its own network and ranks."""
+    """Return a copy of a group's NCCL options for another group, without its network and name."""
     from torch.distributed import ProcessGroupNCCL
 
     fresh = ProcessGroupNCCL.Options()
@@ -263,8 +263,8 @@ def node_environment(
 
     Args:
         node: This node.
-        environ: Environment variables of this process, which are changed.
-        fabrics: Networks of the job, to say which of them the user's NCCL_NET means.
+        environ: Environment variables of this process. They are changed.
+        fabrics: Networks of the job, to name the network of the user's NCCL_NET.
 
     Returns:
         A message for each variable that the user has set, or that was unset.
@@ -297,7 +297,7 @@ def node_environment(
 
 
 def _unset_net_message(requested: str, node: Node, fabrics: Sequence[Fabric]) -> str:
-    """Return the message that NCCL_NET is unset, and which groups request its network by name.
+    """Return the message that NCCL_NET is unset, with the groups that request its network by name.
 
     Args:
         requested: Value of NCCL_NET, the network of NCCL that the user wants for every group.

@@ -12,7 +12,7 @@ slices over their tensor group, inside their node:
 A message:
 
     1  outgoing()   takes this rank's slice of a tensor and compresses it; the caller sends the result
-    2  incoming()   returns the buffer into which the caller receives, and a function `finish`
+    2  incoming()   returns the buffer for the caller's receive, and a function `finish`
     3  finish()     decompresses the buffer, and gathers the slices of the other tensor ranks
 
 Invariant: finish() runs where the schedule waits for the message, by the thread and on the stream of the
@@ -20,14 +20,14 @@ pass that needs it. All tensor ranks of a stage run the same schedule, so the co
 group have the same order on all ranks.
 
 No rank waits for ever: the gather waits for the messages to the other tensor ranks of its stage. The ranks of
-the previous stage sent these after the same pass, in which they needed each other's collectives. So no rank's
+the previous stage sent these after the same pass, and needed each other's collectives in it. So no rank's
 message is later in the schedule than another rank's, and the order of all passes has no cycle
 (patches/deepspeed/stage_links.py).
 
 With NCCL (from reading its code, not run): after the wait for a message, the current stream waits for the
 stream of the pair's group. The gather is enqueued on the stream of the tensor group, and the current stream
 waits for it, as for any collective. The gather is in place (the slice is a view of the whole tensor), so
-except for padding no memory is allocated on one stream and used on another.
+except for padding no memory is allocated on a stream and used on another.
 
 Compression (--holmes-compress-activations): "bf16" rounds float32 to bfloat16. "int8" rounds to 1/127 of the
 largest magnitude of a row; the row's float32 scale is sent, too. NaN or infinity makes its whole row NaN.
@@ -55,7 +55,7 @@ Finish = Callable[[], None]
 
 @dataclass(frozen=True)
 class Wire:
-    """Encoding of the messages to and from one neighbouring pipeline stage."""
+    """Encoding of the messages to and from a neighbouring pipeline stage."""
 
     slices: int = 1  # tensor-parallel ranks that send a slice each; 1 to send whole tensors
     slice_index: int = 0  # index of this rank's slice
@@ -66,8 +66,8 @@ class Wire:
     def outgoing(self, tensor: Any) -> Any:
         """Return the message that this rank sends of a tensor: its slice of the rows, compressed.
 
-        With one slice and no compression, the message is the whole tensor. The caller must keep the message
-        until it has been sent.
+        With a single slice and no compression, the message is the whole tensor. The caller must keep the
+        message until it has been sent.
 
         Args:
             tensor: The activation or gradient, equal on all tensor-parallel ranks of the stage.
@@ -97,7 +97,7 @@ class Wire:
             tensor: Contiguous tensor that is filled.
 
         Returns:
-            The buffer into which the message is received, and a function to call when it has arrived. The
+            The buffer that must receive the message, and a function to call when it has arrived. The
             function decodes the message, gathers the slices of the other tensor-parallel ranks, and fills
             `tensor`.
 
@@ -131,11 +131,11 @@ class Wire:
         return buffer, finish
 
     def _rows_per_slice(self, rows: Any) -> int:
-        """Return the number of rows of a slice, rounded up."""
+        """Return the number of rows of each slice: all rows, divided among the slices and rounded up."""
         return -(-len(rows) // self.slices)
 
     def _own_slice(self, rows: Any) -> Any:
-        """Return this rank's slice of the rows, a view. It is shorter at the end of the rows."""
+        """Return this rank's slice of the rows, a view. The last slice may be shorter than the others."""
         slice_rows = self._rows_per_slice(rows)
         return rows[self.slice_index * slice_rows : (self.slice_index + 1) * slice_rows]
 
@@ -173,12 +173,12 @@ def _do_nothing() -> None:
 
 
 def _as_matrix(tensor: Any) -> Any:
-    """Return a two-dimensional view of a tensor, with the size of its last dimension."""
+    """Return a tensor as a matrix (a view): the last dimension stays, the others are flattened."""
     return tensor.view(-1, tensor.shape[-1])
 
 
 def _codec_for(compression: str, rows: Any) -> Codec:
-    """Return the codec for rows that are flattened; int8 has one scale for each row."""
+    """Return the codec for a matrix that is sent flat; int8 has a scale for each row."""
     if compression == "int8":
         return Int8(rows.shape[1])
     return codec(compression)

@@ -15,7 +15,7 @@ that hosts the store: the node of the process that the launcher numbered 0. holm
 a process of another node. Then the offset is still wrong by at most (b - a) / 2.
 
 2. Training steps. They are counted by the calls of torch's optimizer hooks. torch calls the hooks at every
-step of every optimizer, but a training step may contain several of them:
+step of every optimizer, but a training step may contain several optimizer steps:
 
     DeepSpeed, ZeRO 1 and 2      steps its single optimizer once for each parameter group
     megatron-core, torchtitan    have an optimizer for each part of the model
@@ -35,10 +35,10 @@ from typing import Any, NamedTuple
 
 
 class StepCounter:
-    """Decides which steps of torch's optimizers count as training steps.
+    """Counter of training steps: decides whether a step of a torch optimizer counts as a training step.
 
     A training step may consist of several optimizer steps, but updates each parameter once. Therefore the
-    counter chooses one parameter, called the leader, and counts the optimizer steps that update it.
+    counter chooses a parameter, called the leader, and counts the optimizer steps that update it.
 
     The first parameter that is updated becomes the leader. Another parameter replaces it if it is updated
     twice without an update of the leader in between: then the leader is updated more rarely than other
@@ -55,10 +55,10 @@ class StepCounter:
     def ends_step(self, optimizer: Any) -> bool:
         """Return whether the step that `optimizer` has just made counts as a training step.
 
-        A training step may consist of several optimizer steps. Only those count that update one chosen
-        parameter, the leader. This method must be called exactly once for each optimizer step.
+        A training step may consist of several optimizer steps. Only those that update a chosen parameter, the
+        leader, count. This method must be called exactly once for each optimizer step.
         """
-        # One parameter represents all that this optimizer step has updated.
+        # This parameter represents all that this optimizer step has updated.
         parameter = _first_parameter(optimizer)
         leader = None
         if self._leader is not None:
@@ -114,9 +114,10 @@ def answer(
     clock: Clock = time.monotonic,
     ended: threading.Event | None = None,
 ) -> None:
-    """Send the time of rank 0's clock to all other nodes, one node after the other. Rank 0 calls this.
+    """Send the time of rank 0's clock to all other nodes in turn. Rank 0 calls this.
 
-    Each node measures its clock's offset by several questions in ask(), which take a key of the store each.
+    Each node measures its clock's offset by several questions in ask(). Each question uses a key of the
+    store.
 
     Args:
         store: The job's key-value store.

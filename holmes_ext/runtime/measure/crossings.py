@@ -6,8 +6,8 @@ Pairs of clusters are measured in rounds. The pairs of a round share no cluster,
 
 For each pair, in this order:
 
-    1. one node sends single bytes there and back: the round-trip time
-    2. one node sends one stream
+    1. a node sends single bytes there and back: the round-trip time
+    2. the same node sends a single stream
     3. as many nodes as both clusters have, at most MOST_NODES, send STREAMS streams in all
 
 The rate of a stream is measured at the receiver. A lead of LEAD_S seconds, or LEAD_TRIPS round trips if
@@ -36,7 +36,7 @@ from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.wan import MeasuredPair
 from holmes_ext.runtime.session import Session
 
-PINGS = 11  # round trips; the first one is not counted
+PINGS = 11  # round trips; the first trip is not counted
 STREAMS = 8  # of all nodes of a cluster together
 MOST_NODES = 8  # of a cluster
 LEAD_S = 0.8
@@ -44,13 +44,13 @@ LEAD_TRIPS = 15
 WINDOW_S = 1.0
 WINDOW_TRIPS = 10
 PARTS = 10
-#: Seconds after which a peer that sends nothing counts as lost.
+#: Seconds without data until a peer counts as lost.
 PATIENCE_S = 60.0
 #: Largest one-way latency of a flat network, in seconds.
 FLAT_S = 1e-3
 #: Smallest rate of a flat network, as a share of the rate of the nodes' NICs together.
 FLAT_SHARE = 0.8
-#: Bits/s of a stream that one thread of Python reaches on any current server.
+#: Bits/s of a stream that a single thread of Python reaches on any current server.
 PROGRAM_BPS = 4e9
 
 _CHUNK = bytes(1 << 18)  # that a sender passes to the kernel at once
@@ -70,21 +70,21 @@ _Pair = tuple[int, int]
 
 
 class _Connection(NamedTuple):
-    """Two ranks on nodes of different clusters between which streams are sent."""
+    """Two ranks on nodes of different clusters. The first sends streams to the second."""
 
     sender: int
     receiver: int
 
 
 class PairResult(NamedTuple):
-    """Round-trip time and TCP rates that one rank has measured between two clusters in one round.
+    """Round-trip time and TCP rates between two clusters that a rank has measured in one round.
 
     In a round, each cluster is in at most one pair of clusters. Values that this rank has not
     measured are 0: a rank that does not send measures nothing.
     """
 
     trip_s: float  # round-trip time
-    stream_bps: float  # of one stream
+    stream_bps: float  # of a single stream
     rates: _Rates  # bits/s of all streams of this sender, in each of the PARTS parts of the time
 
 
@@ -112,12 +112,12 @@ def rounds(count: int) -> list[list[_Pair]]:
             if first is not None and second is not None:
                 pairs.append((min(first, second), max(first, second)))
         schedule.append(sorted(pairs))
-        circle.insert(1, circle.pop())  # position 0 stays, the last one moves to position 1
+        circle.insert(1, circle.pop())  # position 0 stays, the last element moves to position 1
     return schedule
 
 
 def is_flat(site: Site, pairs: Sequence[MeasuredPair]) -> bool:
-    """Return whether the clusters are connected like nodes of one network.
+    """Return whether the clusters are connected like nodes of a single network.
 
     Then latencies are short, and nodes reach most of their NICs' rate between all pairs of clusters.
 
@@ -160,7 +160,7 @@ def stated_bps(site: Site, source: str, target: str, nodes: int) -> float:
 
 
 def _print_nothing(text: str) -> None:
-    """Print no line about the progress. This is the default of measure()."""
+    """Ignore a line about the progress of measure(), because its caller wants none."""
 
 
 def measure(
@@ -176,7 +176,7 @@ def measure(
 
     Returns:
         For each pair of clusters: the one-way latency in seconds, the bits/s of several nodes
-        together, and those of a single stream. Empty if there is one cluster.
+        together, and those of a single stream. Empty if the job has a single cluster.
 
     Raises:
         OSError: A node does not answer.
@@ -240,7 +240,7 @@ def measure(
 
 
 def _connections(senders: _Cluster, receivers: _Cluster) -> list[_Connection]:
-    """Return which node sends to which: the i-th node of one cluster to the i-th node of the other one.
+    """Pair the nodes of two clusters: the i-th node of the first sends to the i-th node of the second.
 
     Args:
         senders: First rank of each node of the cluster that sends.
@@ -257,12 +257,12 @@ def _measure_pair(
     addresses: Sequence[Any],
     barrier: Callable[[], object],
 ) -> PairResult:
-    """Measure the network between two clusters, if this rank takes part; return what it measured.
+    """Measure the network between two clusters, if this rank takes part; return its measurements.
 
     All ranks of the job call this function, because `barrier` separates the measurements. Ranks
-    that take no part only wait at the barriers. Node i of the one cluster sends to node i of the
-    other one, over one connection for each such pair of nodes. First only the first node sends a
-    single TCP stream, then all nodes send several streams each.
+    that take no part only wait at the barriers. Node i of a cluster sends to node i of the other
+    cluster, over a connection for each such pair of nodes. First only the first node sends a single
+    TCP stream, then all nodes send several streams each.
 
     Args:
         rank: This rank.
@@ -276,14 +276,14 @@ def _measure_pair(
         The round-trip time, the rate of the single stream, and the rates of all streams of this
         sender in PARTS equal parts of the time. Values that this rank has not measured are 0.
     """
-    # Pairs of ranks (sender, receiver), one for each pair of nodes.
+    # Pairs of ranks (sender, receiver), for each pair of nodes.
     connections = _connections(*sides) if sides is not None else []
     receiver_of = {connection.sender: connection.receiver for connection in connections}
     receiver = receiver_of.get(rank)  # None: this rank does not send
     is_receiver = rank in receiver_of.values()
     is_in_first = bool(connections) and rank in connections[0]  # the first sender or its receiver
     trip_s = 0.0  # round-trip time of a small message
-    results = []  # for each measurement in which this rank sends: bits/s in PARTS parts of the time
+    results = []  # bits/s in PARTS parts of the time, for each measurement with this rank as sender
     if receiver is not None:
         trip_s = _ping(addresses[receiver])
     elif is_receiver:
@@ -316,14 +316,14 @@ def _median(rates: Sequence[_Rates]) -> float:
 def _connect(
     address: tuple[str, int], kind: bytes, lead_s: float = 0.0, window_s: float = 0.0
 ) -> socket.socket:
-    """Connect to another node, and send a head that says what the other node does with the connection.
+    """Connect to another node, and send a head: the use of the connection.
 
     Args:
         address: The other node's server.
-        kind: _ECHO: the other node sends each byte back. _FLOOD: it receives a stream, and answers with
-            the rates at which the stream arrived.
+        kind: _ECHO: the other node sends each byte back. _FLOOD: it receives a stream, and answers with the
+            measured rates.
         lead_s: With _FLOOD, seconds at the beginning of the stream that are not measured.
-        window_s: With _FLOOD, seconds after them in which the stream is measured.
+        window_s: With _FLOOD, seconds after them that are measured.
     """
     connection = socket.create_connection(address, timeout=PATIENCE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -332,7 +332,7 @@ def _connect(
 
 
 def _ping(address: tuple[str, int]) -> float:
-    """Return the median round-trip time of one byte, in seconds."""
+    """Return the median round-trip time of a single byte, in seconds."""
     with _connect(address, _ECHO) as connection:
         times = []
         for _ in range(PINGS):
@@ -344,9 +344,9 @@ def _ping(address: tuple[str, int]) -> float:
 
 
 def _flood(address: tuple[str, int], streams: int, trip_s: float) -> _Rates:
-    """Send TCP streams to another node, and return the bits/s at which they arrived there.
+    """Send TCP streams to another node, and return the bits/s that its process received.
 
-    The receiver counts nothing in the first LEAD_S seconds, in which TCP's windows grow. It divides
+    The receiver counts nothing in the first LEAD_S seconds, while TCP's windows grow. It divides
     the following WINDOW_S seconds into PARTS equal parts. Both times are longer if `trip_s` is
     long: at least LEAD_TRIPS and WINDOW_TRIPS round trips.
 
@@ -377,7 +377,7 @@ def _flood(address: tuple[str, int], streams: int, trip_s: float) -> _Rates:
             linger = _LINGER.pack(1, 0)  # on, for 0 seconds: close() resets the connection
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
-    _together([send] * streams)  # one thread for each stream
+    _together([send] * streams)  # a thread for each stream
     if len(rates) < streams:
         raise OSError(f"a stream to {address[0]} broke off")
     return tuple(sum(part) for part in zip(*rates))
@@ -390,9 +390,9 @@ def _serve(server: socket.socket, streams: int) -> None:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Serve one connection: send each byte back, or measure a stream and send its rates.
+    """Serve a connection: send each byte back, or measure a stream and send its rates.
 
-    The connection begins with a head, which says which of the two is wanted.
+    The connection begins with a head. Its first byte, _ECHO or _FLOOD, selects between the two.
     """
     with connection:
         connection.settimeout(PATIENCE_S)
@@ -413,8 +413,8 @@ def _received_rates(connection: socket.socket, lead_s: float, window_s: float) -
     """Receive a stream, and return its bits/s in each of the PARTS equal parts of a time window.
 
     Args:
-        connection: Connection from which the stream comes.
-        lead_s: Seconds before the window, in which nothing is counted.
+        connection: Connection to read the stream from.
+        lead_s: Seconds before the window. Nothing is counted in them.
         window_s: Length of the window, in seconds.
     """
     buffer = bytearray(_BUFFER_BYTES)

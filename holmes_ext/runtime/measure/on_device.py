@@ -1,4 +1,4 @@
-"""Measures operations over NCCL, which the host launches and the GPU carries out later.
+"""Measures operations over NCCL: the host launches them, and the GPU carries them out later.
 
 CUDA events are recorded on the program's current stream, at the points in brackets:
 
@@ -17,11 +17,11 @@ The Work is never kept here, because it owns its outputs (WorkNCCL::outputs_ in 
 weights that FSDP and ZeRO 3 gather would live too long. Every launch checks whether the oldest operations
 of its group are over, so that nothing piles up in programs without training steps.
 
-CUDA events only give the time between two events (elapsed_time). To get the host's time of an event, one
-event, the reference, is kept whose host time is known approximately. Two facts correct it: the GPU cannot
-have passed an event before the host recorded it, nor after the host saw that it was passed. While the GPU
-is idle, it passes an event as soon as it is recorded, so the reference becomes exact. Every training step
-gets a new reference, because elapsed_time() is a float32 of milliseconds and loses digits over long times.
+CUDA events only give the time between two events (elapsed_time). To get the host's time of an event, a
+reference is kept: an event with a host time that is known approximately. Two facts correct it: the GPU cannot
+have passed an event before the host recorded it, nor after the host saw that it was passed. While the GPU is
+idle, it passes an event as soon as it is recorded, so the reference becomes exact. Every training step gets a
+new reference, because elapsed_time() is a float32 of milliseconds and loses digits over long times.
 
 The tests run this module with simulated events (tests/runtime/measure/); it has not run on a GPU so far.
 """
@@ -42,7 +42,7 @@ Span = tuple[str, Any, Any]
 
 
 class TimedSpans(NamedTuple):
-    """Spans whose times are known, and those that the GPU has not completed."""
+    """Spans (parts of a training step) with known times, and spans that the GPU has not completed."""
 
     done: list[tuple[str, float, float]]  # (kind, begin, end) in seconds
     open: list[Span]
@@ -59,15 +59,15 @@ class DeviceClock:
     """Records CUDA events, and converts them to seconds of the host's clock.
 
     A mark is a recorded CUDA event with the host's time of the recording. CUDA only gives the time
-    between two events. So one event is kept as the reference, with the host time at which the GPU
-    passed it.
+    between two events. So an event is kept as the reference, with the host time when the GPU passed
+    it.
     """
 
     def __init__(self, clock: Callable[[], float]):
         """Create a converter from CUDA events to host times, for the current GPU.
 
-        No CUDA event is recorded yet. The first call of mark() records the reference, from which
-        the time of every later event is computed.
+        No CUDA event is recorded yet. The first call of mark() records the reference: the time of
+        every later event is computed from it.
 
         Args:
             clock: The host's clock: returns the time in seconds.
@@ -76,25 +76,25 @@ class DeviceClock:
 
         self.clock = clock
         self._cuda = torch.cuda
-        #: Returns whether a CUDA graph captures what is launched now. Then events cannot be queried.
+        #: Returns whether a CUDA graph captures the kernels that are launched now. Then events cannot be
+        #: queried.
         self.capturing = torch.cuda.is_current_stream_capturing
         self._free: list[Any] = []  # events that can be used again
-        #: The event from which elapsed times are counted, and its host time in seconds. Each training step
-        #: gets a new one: CUDA's elapsed times lose digits over long times.
+        #: Elapsed times are counted from this event; with its host time in seconds. Each training step gets a
+        #: new reference: CUDA's elapsed times lose digits over long times.
         self._reference: Mark | None = None
         self._reference_s = 0.0
         #: Event at the end of the last step. It replaces the reference when the GPU has passed it, because
         #: elapsed_time() needs events that the GPU has passed.
         self._next_reference: Mark | None = None
-        self._compute: Any = None  # the stream on which steps end
+        self._compute: Any = None  # the stream of the steps' ends
 
     def mark(self) -> Mark:
         """Record a CUDA event on the current stream, and return it with the host's time (a mark).
 
         The caller later gives the event back (recycle()), and it is then recorded anew for another
-        mark. So a returned event cannot serve as the reference from which elapsed times are
-        counted. The first call therefore records two events: it keeps one as the reference, and
-        returns the other one.
+        mark. So a returned event cannot serve as the reference for elapsed times. The first call
+        therefore records two events: it keeps the first as the reference, and returns the second.
         """
         try:
             event = self._free.pop()  # an event of an earlier mark that is not needed any more
@@ -110,17 +110,17 @@ class DeviceClock:
         return mark
 
     def recycle(self, *marks: Mark | None) -> None:
-        """Keep the events of marks that are not needed any more for later marks; None is ignored."""
+        """Keep the CUDA events of old marks, to record them anew for later marks; None is ignored."""
         self._free += [mark.event for mark in marks if mark is not None]
 
     def has_passed(self, mark: Mark) -> bool:
-        """Return whether the GPU has completed everything before a mark. Then its time can be read."""
+        """Return whether the GPU has passed a mark (a recorded CUDA event), so that its time can be read."""
         return bool(
             mark.event.query() and self._reference is not None and self._reference.event.query()
         )
 
     def time_of(self, mark: Mark) -> float:
-        """Return the host time, in seconds, at which the GPU passed a mark; has_passed(mark) must be true.
+        """Return the host time, in seconds, when the GPU passed a mark; has_passed(mark) must be true.
 
         The time is the host time of the reference event, plus CUDA's elapsed time between both
         events. The host time of the reference is only an estimate. But the GPU certainly passed the
@@ -135,7 +135,7 @@ class DeviceClock:
         return limited_s
 
     def stall_s(self, first: Mark, last: Mark) -> float:
-        """Return for how many seconds the compute stream stood still between two marks of one stream.
+        """Return how many seconds the compute stream stood still between two marks of the same stream.
 
         The GPU must have passed both marks. The result is 0 for another stream than the compute stream: its
         waits do not delay the computation.
@@ -145,11 +145,11 @@ class DeviceClock:
         return float(first.event.elapsed_time(last.event)) / _MS_PER_S
 
     def step_done(self) -> None:
-        """Record an event at the end of a step, the next reference from which elapsed times count.
+        """Record an event at the end of a step: the next reference for elapsed times.
 
         With a recent reference, elapsed times stay short. So the rounding of torch's elapsed_time()
-        (float32, in milliseconds) does not matter. The current stream is taken to be the one that
-        computes.
+        (float32, in milliseconds) does not matter. The current stream is taken for the compute
+        stream.
         """
         if self._reference is None or self.capturing():
             return
@@ -189,7 +189,7 @@ class OnDevice:
         """Convert the times of spans that the GPU has completed to seconds; leave the other spans open.
 
         Args:
-            spans: (kind, begin, end), where times are CUDA events (Marks), or seconds of the host.
+            spans: Parts of a step: (kind, begin, end), where times are CUDA events (Marks) or host seconds.
         """
         done: list[tuple[str, float, float]] = []
         still_open: list[Span] = []
@@ -211,7 +211,7 @@ class OnDevice:
         op.launch_mark = self._clock.mark()
 
     def launched(self, op: Op) -> None:
-        """Record a CUDA event after an operation without a Work, which runs on the current stream."""
+        """Record a CUDA event after an operation without a Work: it runs on the current stream."""
         if op.work is None:
             op.end_mark = self._clock.mark()
         op.group.on_device.append(op)
@@ -224,7 +224,7 @@ class OnDevice:
             wait: The wait() of the operation's Work.
 
         Returns:
-            What `wait` returns.
+            The result of `wait`.
         """
         # An operation that is over, or that a CUDA graph captures, is not measured.
         if op.end or self.captures():
@@ -255,11 +255,11 @@ class OnDevice:
         The end of an operation is observed by its Work or by a CUDA event after it. Some operations
         have neither: their Work was deleted, and no event was recorded. A communicator runs
         operations in the order of launch. So an unobservable operation gets the end of the next
-        observable one.
+        observable operation.
         """
         with self._polling:
             while True:
-                # The oldest operations, up to and including the first one whose end can be observed.
+                # The oldest operations, up to and including the first with an observable end.
                 count = self._count_to_observable(group)
                 if count == 0:
                     return
@@ -315,7 +315,7 @@ class OnDevice:
         """
         clock = self._clock
         members = (*op.coalesced, op)
-        launch_mark = members[0].launch_mark  # coalesced operations begin with the first one
+        launch_mark = members[0].launch_mark  # coalesced operations begin with the first of them
         assert launch_mark is not None
         start_s, end_s = self._times_of(op, observed, launch_mark)
         op.group.last_end = end_s
@@ -347,8 +347,8 @@ class OnDevice:
     def _times_of(self, op: Op, observed: Op, launch_mark: Mark) -> _Interval:
         """Return the start and the end of an operation that is over, in seconds of the host's clock.
 
-        The host only has bounds. The start is taken to be the earliest possible one. The end is the latest
-        possible one, unless NCCL has measured the duration.
+        The host only has bounds. The start is taken to be the earliest possible time. The end is the latest
+        possible time, unless NCCL has measured the duration.
 
         Args:
             op: The operation.
@@ -357,7 +357,7 @@ class OnDevice:
             launch_mark: CUDA event directly before the launch.
         """
         clock = self._clock
-        # The latest possible end is the earlier one of two times: when the Work was first seen
+        # The latest possible end is the earlier of two times: when the Work was first seen
         # completed (completed_at), and when the GPU passed the first event after the operation
         # (end_mark).
         end_s = observed.completed_at or self._recorder.clock()
@@ -370,7 +370,7 @@ class OnDevice:
             start_s = min(end_s, clock.time_of(launch_mark))
 
         if op.duration:  # NCCL has measured how long the kernel ran, but not when it began
-            # A communicator runs one operation at a time, so this one began after the one before it.
+            # A communicator runs one operation at a time, so `op` began after the operation before it.
             previous_end_s = min(op.group.last_end, end_s)
             start_s = max(start_s, previous_end_s)
             end_s = min(end_s, start_s + op.duration)

@@ -1,8 +1,8 @@
 """Describes operations of torch.distributed and their process groups, for telemetry and the watchdog.
 
-The kind of a group says what it is for. If the group has a description, the kind is taken from that:
-megatron-core's group_desc, the dimension of a DeviceMesh, or the name of a group that holmes made. Otherwise
-the kind is derived from the group's ranks and the parallel sizes of the job:
+The kind of a group is the parallelism that it serves. If the group has a description, the kind is taken from
+that: megatron-core's group_desc, the dimension of a DeviceMesh, or the name of a group that holmes made.
+Otherwise the kind is derived from the group's ranks and the parallel sizes of the job:
 
     ranks of a data-parallel group                       "data"; other parallel dimensions likewise
     neighbouring stages of a pipeline                    "pipeline"
@@ -21,7 +21,8 @@ from holmes_ext.plan.sizes import AXES, Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, traits_of
 
-#: What a process group is for. "embedding": first and last pipeline stage, which share a weight.
+#: Purposes of process groups. "embedding": first and last pipeline stage, because they share a
+#: weight.
 KINDS = ("data", "tensor", "pipeline", "context", "expert", "embedding", "world", "other")
 #: (part of a group's description in lower case, kind of the group). The first part that is found counts.
 _DESCRIPTIONS = (
@@ -44,7 +45,7 @@ _DESCRIPTIONS = (
     ("default_pg", "world"),
 )
 #: Part of the name of a DeviceMesh's dimension, as PyTorch's tutorials and torchtitan use it -> kind of its
-#: groups. The first one that the name contains counts: a group of "dp_shard_cp" shards weights, so it is
+#: groups. The first part that the name contains counts: a group of "dp_shard_cp" shards weights, so it is
 #: "data".
 _MESH_DIMENSIONS = {
     "dp": "data",
@@ -71,7 +72,7 @@ def kind_of(ranks: Sequence[int], description: str, sizes: Sizes | None, world_s
 
     Returns:
         "data", "tensor", "pipeline", "context", "expert", "embedding" (the first and the last
-        pipeline stage, which share a weight), "world" (all ranks) or "other".
+        pipeline stage: they share a weight), "world" (all ranks) or "other".
     """
     return described(description) or kind_of_ranks(ranks, sizes, world_size)
 
@@ -154,9 +155,8 @@ def _kind_by_sizes(members: tuple[int, ...], sizes: Sizes, world_size: int) -> s
             return "embedding"
         return "pipeline"
 
-    # The group is no complete group of one dimension. Collect the dimensions ("dp", "cp", ...)
-    # along which some other member is reached from the first one by a change in this dimension
-    # only.
+    # The group is no complete group of a single dimension. Collect the dimensions ("dp", "cp", ...)
+    # that alone lead from the first member to some other member.
     axes = set()
     for axis in AXES:
         ranks_along_axis = set(sizes.group(first, axis))
@@ -191,18 +191,17 @@ _SENT_PER_PAYLOAD_BYTE: dict[str, Callable[[int], float]] = {
 
 
 def sent_bytes(operation: str, payload: int, ranks: int, backend: str) -> float:
-    """Return the bytes that one rank sends in an operation; 0 for an unknown operation such as "receive".
+    """Return the bytes that a rank sends in an operation; 0 for an unknown operation such as "receive".
 
     Args:
         operation: Name of the operation, such as "all_reduce".
         payload: Bytes of the rank's tensors.
         ranks: Ranks of the process group.
-        backend: Backend of the process group. gloo's reduce-scatter is an all-reduce, which sends twice
-            as much.
+        backend: Backend of the process group. gloo's reduce-scatter is an all-reduce and sends twice as much.
     """
     if operation not in _SENT_PER_PAYLOAD_BYTE:
         return 0
-    # A collective of one rank sends nothing. A message counts whatever the size of its group.
+    # A collective of a single rank sends nothing. A message counts whatever the size of its group.
     if ranks <= 1 and operation != "send":
         return 0
     factor = _SENT_PER_PAYLOAD_BYTE[operation](ranks)  # e.g. 2 (n - 1) / n of an all-reduce
@@ -217,7 +216,7 @@ class GroupTraffic:
     def __init__(self, process_group: Any):
         """Read the members, the description and the network of a process group of torch.
 
-        The network (transport) is the one that holmes recorded when the group was made.
+        holmes recorded the network (transport) when the group was made.
         """
         import torch.distributed as dist
 
@@ -278,7 +277,7 @@ class GroupTraffic:
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """An operation that the program has started. All times are in seconds."""
+    """An operation of torch.distributed that the program has started. All times are in seconds."""
 
     group: GroupTraffic
     name: str  # such as "all_reduce"
@@ -288,11 +287,13 @@ class Op:
     number: int  # among the group's collectives, or among the messages with `peer`
     start: float
     end: float = 0.0  # 0 while it is under way
-    waited: float = 0.0  # for which the program, or the GPU's compute stream, stood still
+    waited: float = 0.0  # seconds that the program, or the GPU's compute stream, stood still
     work: Any = None  # weak reference to torch's Work
     background: bool = False  # started by another thread than the main thread
     is_synchronous: bool = False  # called without async_op=True
-    coalesced: Sequence[Op] = ()  # operations that were coalesced with this one, the last of them
+    coalesced: Sequence[
+        Op
+    ] = ()  # operations that were coalesced with this operation, the last of them
 
     # The following fields are used with NCCL only.
     launch_mark: Mark | None = None  # directly before the launch

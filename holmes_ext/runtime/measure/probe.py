@@ -2,13 +2,13 @@
 
     send   a message between two nodes of a fabric, there and back; half of the time counts. On Ethernet
            the nodes are in two clusters, if there are two.
-    ring   an all-reduce among one rank of every node of a fabric. An all-reduce of B bytes among n ranks is
-           2 (n - 1) steps of B / n bytes; the time of one step counts.
+    ring   an all-reduce among a rank of every node of a fabric (network). An all-reduce of B bytes among n
+           ranks is 2 (n - 1) steps of B / n bytes; the time of a step counts.
 
 If clusters are connected by a WAN, runtime/measure/crossings.py measures that. Ethernet is then measured
 inside a cluster that has no faster network; if there is none, the rate of the cluster file counts.
 
-One fabric is measured at a time, while other ranks wait. Every number is a median. holmes must be active,
+Fabrics are measured in turn, while other ranks wait. Every number is a median. holmes must be active,
 because it chooses the NIC of each process group that is made here.
 """
 
@@ -31,23 +31,23 @@ SEND_BYTES = tuple(1024 * 4**power for power in range(9))  # 1 KiB to 64 MiB
 SECONDS = 0.25
 LEAST = 4
 MOST = 50
-#: A size that takes longer than this many seconds is the last one.
+#: A size that takes longer than this many seconds is the last.
 LONGEST_S = 0.3
 _SHORTEST_S = 1e-6  # a time of 0 would divide by 0
 _FLOAT32_BYTES = 4
-#: Bytes of the all-reduce with which a profile measures reductions.
+#: Largest all-reduce, in bytes, that a profile measures.
 _LARGEST_REDUCTION = 64 << 20
 _SMALLEST_REDUCTION = 4096
-_SMALL_SHARE = 4  # the smaller one of the two all-reduces has this part of the bytes
-_REDUCTIONS = 4  # of each size; the first one is not counted
-_TRANSFERS = 6  # of an activation; the first one is not counted
+_SMALL_SHARE = 4  # the smaller all-reduce has the bytes of the larger divided by this
+_REDUCTIONS = 4  # of each size; the first is not counted
+_TRANSFERS = 6  # of an activation; the first is not counted
 
 #: Runs an operation once with (tensor, ranks, group), and returns a factor for the measured time.
 Run = Callable[[Any, tuple[int, ...], Any], float]
 
 
 class Point(NamedTuple):
-    """Measured time of an operation for one size."""
+    """Measured time of an operation on a tensor of a certain size."""
 
     size_bytes: float
     seconds: float
@@ -72,18 +72,17 @@ def pairs(session: Session, flat: bool = True) -> dict[str, tuple[int, int]]:
             connects the clusters, and Ethernet is measured inside a cluster.
 
     Returns:
-        Fabric -> the first ranks of two nodes. A fabric for which there are no such nodes is left
-        out.
+        Fabric -> the first ranks of two nodes. A fabric without such nodes is left out.
     """
     site = session.site
     plan = session.plan
     nodes_of: dict[str, tuple[str, str]] = {}  # fabric -> two nodes, the best ones so far
     for source, target in itertools.combinations(plan.nodes, 2):
-        fabric = site.shared_fabric((source, target)).name  # the fastest one that both have
+        fabric = site.shared_fabric((source, target)).name  # the fastest that both have
         crosses = site.node_by_name[source].cluster != site.node_by_name[target].cluster
         if fabric == ETHERNET and crosses and not flat:
             continue
-        # On Ethernet, the first pair in different clusters replaces a pair inside one cluster.
+        # On Ethernet, the first pair in different clusters replaces a pair inside a cluster.
         is_better = False
         if fabric == ETHERNET and crosses and fabric in nodes_of:
             first, second = nodes_of[fabric]
@@ -98,16 +97,16 @@ def pairs(session: Session, flat: bool = True) -> dict[str, tuple[int, int]]:
 
 
 def ring_members(session: Session, flat: bool = True) -> dict[str, tuple[int, ...]]:
-    """Return, for each fabric (network), one rank per node, to measure ring all-reduces among them.
+    """Return, for each fabric (network), a rank of each node, to measure ring all-reduces among them.
 
-    Each node takes part in the ring of its fastest fabric. If `flat` is True, all nodes also take
-    part in the ring of the fabric that they share, mostly Ethernet.
+    Each node takes part in the ring of its fastest fabric. With `flat`, all nodes also form a ring on
+    the fabric that they share, mostly Ethernet. Without it, the ring on Ethernet has nodes of a single
+    cluster: the first cluster with nodes that have nothing faster.
 
     Args:
         session: The session of this process.
-        flat: Whether one network connects all nodes of all clusters ("flat": no WAN between them).
-            False: a WAN connects the clusters. Then Ethernet is measured inside one cluster only,
-            the first one without a faster fabric.
+        flat: Whether a single network connects all nodes of all clusters. False: a WAN connects the
+            clusters, and is measured elsewhere (crossings.py).
 
     Returns:
         Fabric -> the first rank of each node. A fabric with a single node is left out.
@@ -115,27 +114,25 @@ def ring_members(session: Session, flat: bool = True) -> dict[str, tuple[int, ..
     site = session.site
     plan = session.plan
     ranks_of: dict[str, list[int]] = {}
-    ethernet_cluster = None  # the first cluster that has no faster network
+    ethernet_cluster = None  # the cluster of the ring on Ethernet, without `flat`
     for node in plan.nodes:
         fabric = site.shared_fabric((node,)).name
         cluster = site.node_by_name[node].cluster
         if fabric == ETHERNET and not flat:
-            # Links between clusters are measured elsewhere: take the nodes of one cluster only.
+            # Without `flat`, a ring must not cross clusters: the first cluster that gets here is used.
             if ethernet_cluster is None:
                 ethernet_cluster = cluster
             if cluster != ethernet_cluster:
                 continue
         ranks_of.setdefault(fabric, []).append(plan.first_rank(node))
     if flat:
-        # The network that all nodes share, mostly Ethernet, is measured among all nodes, also among those
-        # that have a faster one.
         common_fabric = site.shared_fabric(plan.nodes).name
         ranks_of[common_fabric] = list(plan.first_ranks.values())
     return {fabric: tuple(ranks) for fabric, ranks in ranks_of.items() if len(ranks) > 1}
 
 
 def _print_nothing(text: str) -> None:
-    """Print no line about the progress. This is the default of measure()."""
+    """Ignore a line about the progress of measure(), because its caller wants none."""
 
 
 def measure(
@@ -153,8 +150,8 @@ def measure(
         largest: Bytes of the largest message.
         tell: Called with a line about each measurement.
         flat: True: one network connects all nodes, so Ethernet is measured across clusters. False:
-            a WAN connects the clusters, which crossings.measure() measures. Then Ethernet is
-            measured inside one cluster.
+            a WAN connects the clusters, and crossings.measure() measures it. Then Ethernet is
+            measured inside a cluster.
 
     Returns:
         Fabric -> its curves: seconds over bytes, of messages and of all-reduces.
@@ -204,8 +201,8 @@ def _curve(
     a size equally often and get the same points.
 
     Args:
-        run: Runs the operation once with (tensor, ranks, group). It returns the factor by which the
-            measured time is multiplied: 0.5 if it sends a message there and back.
+        run: Runs the operation once with (tensor, ranks, group). It returns a factor for the
+            measured time: 0.5 if it sends a message there and back.
         sizes: Bytes of the operation's tensor, in ascending order.
         ranks: Members of the group.
         group: The process group.
@@ -242,7 +239,7 @@ def seconds_of(run: Callable[[], Any], times: int, device: Any) -> list[float]:
     Args:
         run: The function to call.
         times: Number of calls.
-        device: torch.device on which the function works.
+        device: torch.device of the function's work.
     """
     import torch
 
@@ -257,16 +254,16 @@ def seconds_of(run: Callable[[], Any], times: int, device: Any) -> list[float]:
 
 
 def _send_there_and_back(tensor: Any, ranks: tuple[int, ...], group: Any) -> float:
-    """Send a tensor from the first rank to the second one, and back. Both ranks call this function.
+    """Send a tensor from the first rank to the second, and back. Both ranks call this function.
 
     Args:
-        tensor: The tensor; the received one replaces it.
+        tensor: The tensor; the received tensor replaces it.
         ranks: Global ranks of the two.
         group: Process group of the two.
 
     Returns:
-        0.5: the factor by which the caller multiplies the measured time, to get the time of one
-        message.
+        0.5: the caller multiplies the measured time by it, to get the time of a message in one
+        direction.
     """
     import torch.distributed as dist
 
@@ -284,8 +281,8 @@ def _all_reduce(tensor: Any, ranks: tuple[int, ...], group: Any) -> float:
     """All-reduce a tensor. NCCL and gloo do so in 2 (n - 1) steps around a ring of n ranks.
 
     Returns:
-        1 / (2 (n - 1)): the factor by which the caller multiplies the measured time, to get the
-        time of one step. From that, the plan computes the time of ring all-reduces.
+        1 / (2 (n - 1)): the caller multiplies the measured time by it, to get the time of a step.
+        From that, the plan computes the time of ring all-reduces.
     """
     import torch.distributed as dist
 
@@ -297,7 +294,7 @@ def _all_reduce(tensor: Any, ranks: tuple[int, ...], group: Any) -> float:
 def reduction(group: Any, size_bytes: int, device: Any) -> ReductionTime:
     """Measure an all-reduce with a large and a small tensor; fit a line to seconds over bytes.
 
-    All ranks of the group call this function. The small tensor has a quarter of the large one's
+    All ranks of the group call this function. The small tensor has a quarter of the large tensor's
     bytes.
 
     Args:
@@ -309,7 +306,7 @@ def reduction(group: Any, size_bytes: int, device: Any) -> ReductionTime:
     Returns:
         The line: seconds per byte, and latency in seconds. If the large
         all-reduce does not take longer, because of noise, the latency is 0. Both are 0 if the group
-        has one rank.
+        has a single rank.
     """
     import torch
     import torch.distributed as dist
@@ -344,7 +341,8 @@ def stage_link(
 ) -> float:
     """Measure the transfer of an activation to the next pipeline stage. All stages call this function.
 
-    The stage links are measured one after the other. On each, a tensor is sent to the later stage and back.
+    The stage links (connections of adjacent stages) are measured in turn. On each, a tensor is sent to the
+    later stage and back.
 
     Args:
         stage: Number of this stage.

@@ -28,9 +28,9 @@ from holmes_ext.words import counted, some_of, tell_user
 
 #: Seconds that rank 0 waits for the reports of other ranks.
 _COLLECT_SECONDS = 120.0
-#: Seconds that the launcher's rank 0, which may host the store, waits for other ranks at the end.
+#: Seconds that the launcher's rank 0 waits for other ranks at the end, since it may host the store.
 _LEAVE_SECONDS = 30.0
-#: Parts of a step of which a profile has the seconds.
+#: Parts of a step that a profile has the seconds of.
 _TOTALS = ("send", "receive", "reduce", "tied", "optimizer", "idle")
 
 
@@ -101,7 +101,7 @@ def _write_together(current: session.Session, report: dict[str, Any], path: str)
 
     Args:
         current: The session of this process.
-        report: What this rank has measured, for JSON.
+        report: Measurements of this rank, for JSON.
         path: File of the profile.
 
     Returns:
@@ -124,8 +124,8 @@ def _write_together(current: session.Session, report: dict[str, Any], path: str)
     stored_error: str = store.get(f"{prefix}/error").decode()
     # This rank needs the store no more.
     append_entry(store, f"{prefix}/left", b"", count=1, total=world)
-    # current.rank is this process's rank in the job; current.process.rank is the launcher's, which holmes may
-    # have changed. The launcher's rank 0 may host the store, so it must end last.
+    # current.rank is this process's rank in the job; current.process.rank is the launcher's, and holmes may
+    # have changed it. The launcher's rank 0 may host the store, so it must end last.
     if current.process.rank == 0:
         wait_for_value(store, f"{prefix}/left/all", _LEAVE_SECONDS)
     return stored_error
@@ -204,9 +204,9 @@ def _largest_of_layers(reports: list[dict[str, Any]], name: str) -> dict[Label, 
 def _stage_times(
     current: session.Session, ranks: list[int], reports: list[dict[str, Any]]
 ) -> StageTimes:
-    """Return how long one pipeline stage took for its layers, its communication and its optimizer.
+    """Return how long a pipeline stage took for its layers, its communication and its optimizer.
 
-    Each number is the largest one that a rank of the stage has measured.
+    Each number is the largest that a rank of the stage has measured.
 
     Args:
         current: The session of this process.

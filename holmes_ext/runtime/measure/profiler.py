@@ -3,8 +3,8 @@
     warm-up (2 steps) | N measured steps | reductions and transfers alone | rank 0 writes profile.json
 
 A Profiler knows no framework. patches/*/profile.py call it when a step, a pass or a send begins and ends, and
-tell it which modules are which layers. Forward and backward passes are divided among the layers by cuts, the
-times at which a layer begins or ends. So the layers' times add up to the time of the pass:
+pass it the module of each layer. Forward and backward passes are divided among the layers by cuts: times when
+a layer begins or ends. So the layers' times add up to the time of the pass:
 
     forward     A layer begins when its module is called. It ends when the next layer begins, or with the
                 pass.
@@ -12,7 +12,7 @@ times at which a layer begins or ends. So the layers' times add up to the time o
                 ended, or with the pass.
 
 So code between two modules counts for a neighbouring layer, and recomputation for the layers that are
-recomputed. On a GPU the cuts are CUDA events, which are read after the step: nothing waits for them. The
+recomputed. On a GPU the cuts are CUDA events. They are read after the step, so nothing waits for them. The
 median over all micro-batches counts, and the slowest rank of a stage (profile_file.py). Sends and
 receives include waiting for the other stage. Therefore probe.py measures stage links and reductions once
 more, alone, after the last step.
@@ -40,7 +40,7 @@ class _Cut(NamedTuple):
     """A time stamp within a forward or backward pass: a layer begins (forward) or ends (backward)."""
 
     label: Label | None  # None: begin or end of the whole span
-    time: Any  # what the Profiler's clock() returned
+    time: Any  # as the Profiler's clock() returned it
 
 
 @dataclass
@@ -57,7 +57,7 @@ def _difference(begin: float, end: float) -> float:
 
 
 class Profiler:
-    """Stopwatch for the training steps of one rank: layers, transfers and reductions."""
+    """Stopwatch for the training steps of a rank: layers, transfers and reductions."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Profiler:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure the block of a `with` statement as one training step."""
+        """Measure the block of a `with` statement as a training step."""
         self._spans = []
         begin = self.clock()
         yield
@@ -105,8 +105,8 @@ class Profiler:
         Args:
             kind: Name of the part: "forward", "backward", "send", "receive", "reduce", "optimizer"
                 or "tied" (the sum of gradients of weights that two stages share). Hooks divide
-                "forward" and "backward" further, at each layer. A span inside another one is not
-                measured by itself: its time is a part of the outer one's.
+                "forward" and "backward" further, at each layer. A span inside another span is not
+                measured by itself: its time is a part of the outer span's.
         """
         if self._open is not None:
             yield
@@ -123,12 +123,12 @@ class Profiler:
     def watch(self, modules: Sequence[tuple[Label, Any]]) -> None:
         """Measure these modules, layers of the model, in all forward and backward passes from now on.
 
-        A forward pre-hook on each module records when its forward pass begins. This hook also puts
-        a hook on the module's input, which records when the module's backward pass ends.
+        A forward pre-hook on each module records when its forward pass begins. It also puts a hook
+        on the module's input that records when the module's backward pass ends.
 
         Args:
             modules: (label of the layer, its module). A label is the number of a transformer block, or
-                "before" or "after" for layers before the first block or after the last one.
+                "before" or "after" for layers before the first block or after the last block.
         """
         for label, module in modules:
             on_forward = functools.partial(self._on_forward, label)
@@ -154,7 +154,7 @@ class Profiler:
         """
         # _cut() stores the current time and the label in the pass that is being measured.
         self._cut("forward", label)
-        # Some frameworks pass all inputs as one tuple.
+        # Some frameworks pass all inputs as a single tuple.
         first_arguments = args[0] if args and isinstance(args[0], (tuple, list)) else ()
         for value in (*args, *kwargs.values(), *first_arguments):
             if getattr(value, "requires_grad", False):
@@ -162,7 +162,7 @@ class Profiler:
                 return
 
     def _cut(self, kind: str, label: Label) -> None:
-        """Record the time at which a layer begins or ends, if a pass of this kind is running."""
+        """Record the current time as the begin or end of a layer, if a pass of this kind is running."""
         if self._open is not None and self._open.kind == kind:
             self._open.cuts.append(_Cut(label, self.clock()))
 
@@ -181,7 +181,7 @@ class Profiler:
         sums: dict[str, float] = defaultdict(float)  # kind of a part of the step -> seconds
         for span in spans:
             sums[span.kind] += self.seconds(span.cuts[0].time, span.cuts[-1].time)
-            if span.kind in self.passes:  # a forward or backward pass, which is cut at the layers
+            if span.kind in self.passes:  # a forward or backward pass: it is cut at the layers
                 layers = self.passes[span.kind]
                 for label, seconds in self._seconds_of_layers(span).items():
                     layers.setdefault(label, []).append(seconds)
@@ -190,13 +190,13 @@ class Profiler:
             self.totals.setdefault(kind, []).append(seconds)
 
     def _seconds_of_layers(self, span: _Span) -> dict[Label, float]:
-        """Return the seconds of each layer in one forward or backward pass.
+        """Return the seconds of each layer in a single forward or backward pass.
 
-        The time stamps of a pass divide it into intervals. Each interval belongs to one layer.
+        The time stamps of a pass divide it into intervals. Each interval belongs to a layer.
 
         Args:
-            span: The pass. Its cuts are time stamps: the first and the last one are its begin and end, and
-                have no label. Each other one is the begin (forward) or the end (backward) of a layer.
+            span: The pass. Its cuts are time stamps. The first and the last cut are its begin and end, and
+                have no label. Each other cut is the begin (forward) or the end (backward) of a layer.
 
         Returns:
             Label of a layer -> seconds; empty if no layer has a time stamp in the pass.
@@ -214,7 +214,7 @@ class Profiler:
             # time. It may have none: the input of an embedding needs no gradient.
             lowest_stamped_layer = labels[-1]
             layers_of_stage = list(self.passes["forward"])  # in the order of the forward pass
-            last_interval = lowest_stamped_layer  # the layer to which the last interval belongs
+            last_interval = lowest_stamped_layer  # the layer of the last interval
             if layers_of_stage and layers_of_stage[0] not in labels:
                 last_interval = layers_of_stage[0]
             layer_of_interval = [*labels, last_interval]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stage:
-    """Pipeline stage of one rank, as its training engine describes it."""
+    """Pipeline stage of a rank, as its training engine describes it."""
 
     framework: str  # name and version, such as "deepspeed 0.19.8"
     stage: int

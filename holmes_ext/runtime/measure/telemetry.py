@@ -13,8 +13,8 @@ Times are in seconds of time.monotonic() on this node. An operation is over
 
     gloo, collectives           when gloo has completed the future of the operation's Work
     gloo, sends and receives    when the program's wait() has returned: gloo does not report their end
-    NCCL                        when the GPU has completed it (on_device.py). The time of waiting is that for
-                                which the compute stream stood still.
+    NCCL                        when the GPU has completed it (on_device.py). The time of waiting is how long
+                                the compute stream stood still.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from holmes_ext.runtime.measure.operations import GroupTraffic, Op, sent_bytes
 if TYPE_CHECKING:
     from holmes_ext.plan.sizes import Sizes
 
-#: Callers of step_done(), from the least to the most reliable. Once one of them has reported the end of a
-#: step, those before it are ignored: a step may have several optimizer steps or reductions.
+#: Callers of step_done(), from the least to the most reliable. Once a caller has reported the end of a step,
+#: those before it are ignored: a step may have several optimizer steps or reductions.
 SOURCES = ("optimizer", "reducer", "engine", "program")
-#: Kind of the span in which DistributedDataParallel's last bucket is launched: its backward pass ends there.
+#: Kind of the span around the launch of DistributedDataParallel's last bucket: its backward pass ends there.
 LAST_BUCKET = "last bucket"
-_MEDIAN_STEPS = 50  # the last steps, of which the median duration is taken
+_MEDIAN_STEPS = 50  # the median duration is that of so many last steps
 _FEWEST_STEPS = 3  # for a median
 _POLL_S = 0.002
 
@@ -86,7 +86,7 @@ class Recorder:
         self.open: dict[int, Op] = {}  # id(op) -> an operation under way
         self.by_work: dict[int, Op] = {}  # id(work) -> its operation
         #: id(process group) -> operations that the program coalesces now: it calls them one by one, and torch
-        #: launches them as one operation at the end.
+        #: launches them together at the end.
         self.coalescing: dict[int, list[Op]] = {}
         self.done: list[Op] = []  # ended since the last step
         self.unfinished: list[Op] = []  # under way when the last step ended
@@ -94,11 +94,11 @@ class Recorder:
         self.spans: list[tuple[str, Any, Any]] = []
         self.spans_on_device = False  # whether spans are measured on the GPU
         self.device_index = 0  # the GPU of the spans
-        #: Bytes by which GPU memory grew in the last forward pass, if spans are measured on the GPU.
+        #: Growth of GPU memory in the last forward pass, in bytes, if spans are measured on the GPU.
         self.kept_bytes = 0
         self.reduction: dict[str, Any] | None = None  # GradientReducer's figures of this step
         self.step = 0
-        #: Begin of the step as it is reported: mostly the end of the last one, so that no time is left out.
+        #: Begin of the step as it is reported: mostly the end of the last step, so that no time is left out.
         self.step_began = self.clock()
         #: When the program entered the step. The watchdog counts from here, not from the last step's end:
         #: an evaluation or a checkpoint may lie in between.
@@ -110,7 +110,7 @@ class Recorder:
         self._end_lock = threading.RLock()  # held while an operation ends
         self._source = 0  # index in SOURCES of the most reliable source so far
         self._main_thread = threading.main_thread().ident
-        self._group_references: list[Any] = []  # weak references, which report deleted groups
+        self._group_references: list[Any] = []  # weak references that report deleted groups
 
     @property
     def has_listeners(self) -> bool:
@@ -193,7 +193,7 @@ class Recorder:
             NCCL                  By CUDA events.
             gloo, collectives     By a callback of the Work's future, if telemetry or metrics are on
                                   (has_listeners). Otherwise when the program waits for the Work.
-            gloo, messages        When the program waits for the Work, which has no future.
+            gloo, messages        When the program waits for the Work. It has no future.
 
         Args:
             op: The operation, from launch().
@@ -204,13 +204,13 @@ class Recorder:
         op.is_synchronous = is_synchronous
         coalesced = self.coalescing.get(id(process_group))
         if coalesced is not None:
-            # torch has not launched it yet: it launches all coalesced operations of a group together.
-            # coalesced_launched() records them then.
+            # The program coalesces operations: torch launches them together at the end. Then
+            # coalesced_launched() calls this method once, for the last of them.
             coalesced.append(op)
             return
         if is_synchronous and op.group.is_nccl2:
-            # torch makes the program's stream wait already, so wait() of the Work measures nothing.
-            # As with nccl-legacy, which returns no Work, CUDA events on the stream time this op.
+            # torch has made the program's stream wait, so the Work's wait() measures nothing. CUDA
+            # events on that stream do, as with nccl-legacy, where such an operation has no Work.
             work = None
         if work is not None:
             self._remember_work(op, work)
@@ -245,7 +245,7 @@ class Recorder:
             self._awaiting_callback.discard(op)
 
     def coalesced_launched(self, process_group: Any, work: Any) -> None:
-        """Record that coalesced operations were started together; the last operation stands for all."""
+        """Record that torch has launched coalesced operations together; the last of them stands for all."""
         ops = self.coalescing.pop(id(process_group), [])
         if not ops:
             return
@@ -264,7 +264,7 @@ class Recorder:
 
     def end(self, op: Op, end: float) -> None:
         """Record that an operation was over at time `end`, with the operations coalesced with it, if any."""
-        # A thread of the backend and the program may both see the end. The second one waits for the lock.
+        # A thread of the backend and the program may both see the end. The later of them waits for the lock.
         with self._end_lock:
             for member in (*op.coalesced, op):
                 if member.end:
@@ -275,7 +275,7 @@ class Recorder:
                     self.done.append(member)
 
     def wait(self, op: Op, wait: Callable[[], Any]) -> Any:
-        """Call `wait`, by which the program waits for an operation, and measure how long it takes."""
+        """Call the program's `wait` for an operation, and measure how long it takes."""
         if op.group.is_on_device:
             return self.device.wait(op, wait)
         start = self.clock()
@@ -313,7 +313,7 @@ class Recorder:
             self.finish(op)
 
     def on_gpu(self, on: bool) -> None:
-        """Measure spans on the GPU of the calling thread from now on, or on the host if `on` is False."""
+        """Measure parts of a step on the calling thread's GPU from now on; on the host if not `on`."""
         self.spans_on_device = on
         if on:
             import torch
@@ -321,7 +321,7 @@ class Recorder:
             self.device_index = torch.cuda.current_device()
 
     def span_mark(self) -> SpanMark:
-        """Return a mark for the begin or end of a span, at this point of the program."""
+        """Return the time and GPU memory now, to mark the begin or end of a span (a part of a step)."""
         if not self.spans_on_device or self.device.captures():
             return SpanMark(self.clock(), memory_bytes=0)
         import torch
@@ -334,8 +334,8 @@ class Recorder:
         """Record that a training engine (megatron-core, DeepSpeed) enters a training step.
 
         Args:
-            exactly: Whether the step begins here. Otherwise it began where the last one ended, unless
-                more than the median duration of a step has passed since then.
+            exactly: Whether the step begins here. Otherwise it began where the last step ended, unless more
+                than the median duration of a step has passed since then.
         """
         self.step_entered = self.clock()
         self.is_in_step = True  # the watchdog may report a late step from now on
@@ -360,12 +360,12 @@ class Recorder:
         """Record that a training step is over, and pass its operations to the functions in on_step.
 
         The operations passed on are those that have ended since the last step (self.done). Operations that
-        are still under way (self.open) are passed on with the step in which they end.
+        are still under way (self.open) are passed on with a later step, when they have ended.
 
         Args:
-            source: Which kind of code reports the end: "optimizer", "reducer", "engine" or "program", from
-                the least to the most reliable. The call is ignored if a more reliable one has called before.
-            tokens: Tokens on which all ranks together have trained in this step; 0 if unknown.
+            source: Kind of the caller: "optimizer", "reducer", "engine" or "program", from the least to the
+                most reliable. The call is ignored if a more reliable caller has called before.
+            tokens: Tokens of this step, over all ranks together; 0 if unknown.
         """
         reliability = SOURCES.index(source)
         if reliability < self._source:
@@ -373,7 +373,7 @@ class Recorder:
         self._source = reliability
         now = self.clock()
         if self.step > 0:
-            self.durations.append(now - self.step_began)  # not of step 0, which includes the start
+            self.durations.append(now - self.step_began)  # not of step 0: it includes the start
         self.poll()
         self.device.step_done()
         if self.on_step:
@@ -456,7 +456,7 @@ def span(kind: str) -> Iterator[None]:
 
 
 def learn_sizes(sizes: Sizes | None) -> None:
-    """Take the framework's parallel sizes, if the plan was made without sizes."""
+    """Let the recorder use the framework's parallel sizes, if it has none: the plan had no sizes."""
     if recorder is not None:
         recorder.sizes = recorder.sizes or sizes
 
@@ -480,7 +480,7 @@ def reduction_done(times: Any, on_host: bool) -> None:
 
 
 def outer_round(figures: dict[str, Any]) -> None:
-    """Write the figures of an outer round into the telemetry file, if there is one.
+    """Write the figures of an outer round into the telemetry file, if it is written.
 
     In an outer round, jobs that were started with --holmes-join exchange pseudo-gradients (DiLoCo).
     """
@@ -494,7 +494,7 @@ def step_done(tokens: int = 0) -> None:
     Nothing happens without telemetry.
 
     Args:
-        tokens: Tokens on which all ranks together have trained in this step; 0 if unknown.
+        tokens: Tokens of this step, over all ranks together; 0 if unknown.
     """
     if recorder is not None:
         recorder.step_done("program", tokens)

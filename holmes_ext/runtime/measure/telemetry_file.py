@@ -2,9 +2,9 @@
 
     {"holmes_telemetry": 1, "run": RUN, "rank": 3, ...}    first line: describes the rank
     {"clock": [offset_s, error_s]}                         this node's clock + offset_s = the clock of rank 0
-    {"done": {"reductions", "in_flight", "differences"}}   what the job does, and where that differs from its
-                                                           plan (watch/as_planned.py)
-    {"outer": {"round", "exposed", "bytes", ...}}          an outer round, in which jobs that are joined by
+    {"done": {"reductions", "in_flight", "differences"}}   the job's reductions and schedule, compared with
+                                                           its plan (watch/as_planned.py)
+    {"outer": {"round", "exposed", "bytes", ...}}          an outer round: jobs that are joined by
                                                            --holmes-join exchange pseudo-gradients
     {"plan": {"step", "before", "in_flight", "now_s", ...}}    a change of the plan that --holmes-adapt made
                                                            while the job ran, in the file of rank 0
@@ -17,12 +17,12 @@ Parts of the line of a change of the plan:
 
     before, in_flight    micro-batches in flight of each stage, before and after the change
     now_s, then_s        seconds of a step: measured before the change, and predicted for after it
-    back                 whether the change takes back an earlier one
+    back                 whether the change takes back an earlier change
 
 Parts of the line of a training step:
 
     groups     for each kind of group and network: [kind, fabric, "inside" or "across" clusters, operations,
-               payload bytes, bytes sent, seconds with one or more operations under way, exposed seconds]
+               payload bytes, bytes sent, seconds with operations under way, exposed seconds]
     between    for each pair of clusters, if there are several: [from, to, bytes sent, exposed seconds]
     spans      only in traced steps: [kind, start, end]
     ops        only in traced steps: [kind, fabric, operation, group, number, peer or null, start, end or 0,
@@ -68,7 +68,7 @@ _FILE_MODE = 0o644
 
 
 class _GroupKey(NamedTuple):
-    """Properties by which the operations of a step are grouped before they are added up."""
+    """Kind, network and place of operations. The figures of operations with the same key are added up."""
 
     kind: str
     fabric: str
@@ -76,7 +76,7 @@ class _GroupKey(NamedTuple):
 
 
 def _ignore(document: dict[str, Any]) -> None:
-    """Drop a line, because only the file gets it."""
+    """Ignore a line of the telemetry file, because no metrics need it."""
 
 
 def _no_board() -> None:
@@ -84,12 +84,12 @@ def _no_board() -> None:
 
 
 def traced(step: int) -> bool:
-    """Return whether every operation of a step is listed. All ranks list the same steps."""
+    """Return whether the file lists every operation of a step. All ranks list those of the same steps."""
     return step in _FIRST_TRACED or (step > 0 and step % _TRACED_EVERY == 0)
 
 
 class Writer:
-    """Thread that writes the telemetry file of one rank, and scalars for TensorBoard.
+    """Thread that writes the telemetry file of a rank, and scalars for TensorBoard.
 
     If the file cannot be written any more, a line for the user is printed, and the rest of the run
     is not written. Training goes on.
@@ -114,7 +114,7 @@ class Writer:
             cluster_of: Returns the name of a rank's cluster.
             make_board: Returns a SummaryWriter of TensorBoard, or None. It is called after the first step.
             limit: Largest size of the file, in bytes. A line that would exceed it closes the file.
-            take: Called with each line after the first one, as a JSON document, even if no file is written:
+            take: Called with each line after the first, as a JSON document, even if no file is written:
                 it updates the metrics.
 
         Raises:
@@ -132,8 +132,8 @@ class Writer:
             # O_EXCL: an error if the file exists, so that no earlier run is overwritten.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
             self._file = os.open(path, flags, _FILE_MODE)
-        #: What the writing thread has to write: a line's document (dict), the measurements of a
-        #: step (tuple, the arguments of on_step()), or None, which ends the thread.
+        #: Work of the writing thread: a line's document (dict), the measurements of a step (tuple,
+        #: the arguments of on_step()), or None to end the thread.
         self._queue: queue.SimpleQueue[dict[str, Any] | tuple[Any, ...] | None]
         self._queue = queue.SimpleQueue()
         self._write_line({"holmes_telemetry": VERSION, **head})
@@ -158,7 +158,7 @@ class Writer:
         """Write all queued lines, then close the file. This takes at most _CLOSE_S seconds.
 
         Operations that were under way at the end of the last step, and have ended since, are in no step's
-        line. They get one more line, if there are any.
+        line. They get a further line, if there are any.
         """
         late = [op for op in self.recorder.unfinished if op.end]
         if late:
@@ -235,16 +235,16 @@ class Writer:
         spans: list[tuple[str, float, float]],
         reduction: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        """Return the JSON document of a training step, which becomes a line of the file.
+        """Return the JSON document of a training step: a line of the file.
 
         Args:
             step: Number of the step.
             begin: Begin of the step, in seconds.
             end: End of the step, in seconds.
-            tokens: Tokens on which all ranks together have trained.
+            tokens: Tokens of the step, over all ranks together.
             done: Operations that ended in the step.
             spans: Parts of the step, as (kind, begin, end) in seconds.
-            reduction: Measurements of a GradientReducer, if there is one.
+            reduction: Measurements of the GradientReducer; None without a GradientReducer.
         """
         document = {
             "step": step,
@@ -273,7 +273,7 @@ class Writer:
 
         Returns:
             Rows of [kind, network, "inside" or "across" clusters, number of operations, bytes of their
-            tensors, sent bytes, seconds in which one or more were under way, seconds the program waited].
+            tensors, sent bytes, seconds with operations under way, seconds the program waited].
         """
         ops_of: dict[_GroupKey, list[Op]] = defaultdict(list)
         for op in done:
@@ -294,7 +294,7 @@ class Writer:
         """Return the bytes and exposed seconds for each pair of clusters: the "between" of a step's line.
 
         A message counts for the clusters of its two ranks. A collective is taken to run around a
-        ring of the group's ranks, in which each rank sends to the next one:
+        ring of the group's ranks, where each rank sends to the next:
 
             bytes      Only a rank whose next rank is in another cluster sends bytes there.
             seconds    Every rank counts its seconds, because all ranks wait for the slowest link.
@@ -317,7 +317,7 @@ class Writer:
                 sent = op.sent
             else:
                 position = op.group.ranks.index(self.recorder.rank)
-                # All ranks in the order of the ring, from the next one to this rank.
+                # All ranks in the order of the ring, from the next rank to this rank.
                 next_ranks = op.group.ranks[position + 1 :] + op.group.ranks[: position + 1]
                 next_clusters = [self.cluster_of(rank) for rank in next_ranks]
                 others = [cluster for cluster in next_clusters if cluster != own_cluster]
@@ -346,7 +346,7 @@ class Writer:
         in seconds; an end of 0 means that the operation is under way.
         """
         return [
-            self.recorder.kind(op),  # what its group is for, such as "data"
+            self.recorder.kind(op),  # purpose of its group, such as "data"
             op.group.transport.fabric,  # the group's network
             op.name,  # such as "all_reduce"
             op.group.name,  # torch's name of the group
@@ -354,7 +354,7 @@ class Writer:
             op.peer,  # rank of the other end of a message; None for a collective
             round(op.start, _DIGITS),
             round(op.end, _DIGITS),
-            round(op.waited, _DIGITS),  # for which the program stood still
+            round(op.waited, _DIGITS),  # that the program stood still
             round(op.sent),  # bytes that this rank sent
         ]
 
@@ -371,7 +371,7 @@ def open_writer(
         current: The session of this process.
         run: Name of the run's folder in that of --holmes-telemetry; "" if no file is written.
         recorder: Records the operations of this rank.
-        take: Called with each line after the first one, as a JSON document, for the metrics.
+        take: Called with each line after the first, as a JSON document, for the metrics.
 
     Raises:
         OSError: The file cannot be created.

@@ -13,7 +13,7 @@ Direct exchange (DirectExchange):
 
 Relayed sum (Relay): clusters pass sums on to other clusters, around a ring or along a tree
 (plan/across.py), so that no data crosses a pair of clusters with a slow link. A chunk of the tensor is cut
-into shards. Each shard is summed by one rank of each cluster (hierarchical.py). In a ring, a shard has a
+into shards. Each shard is summed by a rank of each cluster (hierarchical.py). In a ring, a shard has a
 part for each cluster. Clusters a, b, c with parts 0, 1, 2:
 
     ring a b c        a: send part 0
@@ -26,8 +26,8 @@ part for each cluster. Clusters a, b, c with parts 0, 1, 2:
 All receives of a chunk are posted before its first round, and each round has a thread of its own (steps.py).
 Consecutive chunks therefore overlap, and the latency of a link does not limit its throughput.
 
-Invariant: each element is added up by one rank, in one order, and its total is passed on. So all ranks get
-the same bits.
+Invariant: each element is added up by a single rank, in a fixed order, and its total is passed on. So all
+ranks get the same bits.
 
 No rank waits for ever: a receive is posted before any send of the same operation, a send needs nothing but
 its posted receive, and both ranks of a pair run the same operations in the same order.
@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     from holmes_ext.plan.traffic import CrossClusterAlgorithm
     from holmes_ext.runtime.compress import Codec, ResidualMap
 
-#: Tags of a tree's messages towards the root and away from it. A ring uses the tags from _UP_TAG on, one for
-#: each round.
+#: Tags of a tree's messages towards the root and away from it. A ring has a tag for each round, from _UP_TAG.
 _UP_TAG = 10
 _DOWN_TAG = 11
 #: A part is shared out over several streams if each of them carries at least so many bytes.
@@ -101,7 +100,7 @@ class RelaySend(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """Messages of a cluster in one round of a sum around a ring, or along a tree, of clusters.
+    """Messages of a cluster in a round of a sum around a ring, or along a tree, of clusters.
 
     The sends begin when the receives have ended.
     """
@@ -111,7 +110,7 @@ class Round:
 
 
 def relay_rounds(across: CrossClusterAlgorithm, names: Sequence[str], cluster: str) -> list[Round]:
-    """Return one cluster's rounds of a sum that passes around a ring or along a tree of clusters.
+    """Return a cluster's rounds (of receives, then sends) in a sum around a ring or along a tree of clusters.
 
     Args:
         across: The ring or tree of clusters.
@@ -133,7 +132,7 @@ def relay_rounds(across: CrossClusterAlgorithm, names: Sequence[str], cluster: s
 
 
 def _tree_rounds(parent: int | None, children: Sequence[int]) -> list[Round]:
-    """Return the rounds of one cluster in a sum along a tree of clusters.
+    """Return the rounds of a cluster in a sum along a tree of clusters.
 
     Partial sums go up to the root, where the total is complete. The total comes down the same way.
     Each message has the whole tensor ("part 0"): only a ring divides it into parts. A received part
@@ -158,11 +157,11 @@ def _tree_rounds(parent: int | None, children: Sequence[int]) -> list[Round]:
 
 
 def _ring_rounds(ring: Sequence[int], cluster: int) -> list[Round]:
-    """Return the rounds of one cluster in a ring all-reduce (Patarasuk and Yuan 2009).
+    """Return the rounds of a cluster in a ring all-reduce (Patarasuk and Yuan 2009).
 
-    There is one part for each cluster. In each round a cluster receives a part from its predecessor
-    and sends the same part to its successor. In the first half of the rounds the part is a partial
-    sum, to which the cluster adds its own values (added=True). In the second half it is the total.
+    The tensor has a part for each cluster. In each round a cluster receives a part from its predecessor and
+    sends the same part to its successor. In the first half of the rounds the part is a partial sum: the
+    cluster adds its own values to it (added=True). In the second half it is the total.
 
     Args:
         ring: Numbers of the clusters in the order of the ring.
@@ -170,11 +169,11 @@ def _ring_rounds(ring: Sequence[int], cluster: int) -> list[Round]:
     """
     count = len(ring)  # clusters, and parts
     position = ring.index(cluster)
-    predecessor = ring[position - 1]  # the first cluster follows the last one
+    predecessor = ring[position - 1]  # the first cluster follows the last
     successor = ring[(position + 1) % count]
     last_round = 2 * count - 2  # count - 1 rounds for partial sums, and as many for totals
     # Round 0 only sends. A message's tag is _UP_TAG plus the number of the round that sends it. The
-    # receiver gets the message one round later.
+    # receiver gets the message a round later.
     first_send = RelaySend(successor, part=position, tag=_UP_TAG)
     rounds = [Round(receives=(), sends=(first_send,))]
     for number in range(1, last_round + 1):
@@ -189,7 +188,7 @@ def _ring_rounds(ring: Sequence[int], cluster: int) -> list[Round]:
 
 
 class _PostedReceive(NamedTuple):
-    """A receive, posted in advance, of another cluster's values for one part of a tensor."""
+    """A receive, posted in advance, of another cluster's values for a part of a tensor."""
 
     transfers: list[GlooTransfer]
     buffer: torch.Tensor
@@ -201,7 +200,7 @@ class _PostedReceive(NamedTuple):
 class RelayedChunk:
     """Piece of a gradient tensor that is summed over clusters, and the messages under way."""
 
-    shards: list[DividedTensor]  # those of which this rank has the sum over its cluster
+    shards: list[DividedTensor]  # this rank has the sums of these over its cluster
     receives_of_round: list[list[_PostedReceive]]
     sends: list[GlooTransfer] = field(default_factory=list)
 
@@ -216,7 +215,7 @@ class Relay:
         clusters: Sequence[str],
         cluster: str,
     ):
-        """Compute the rounds of messages in which this rank's cluster takes part.
+        """Compute the rounds of messages of this rank's cluster.
 
         Args:
             exchange: Sends and receives the messages.
@@ -226,11 +225,11 @@ class Relay:
         """
         self._exchange = exchange
         self.rounds = relay_rounds(across, clusters, cluster)
-        #: Parts into which a shard must be divided: a tree passes on whole shards.
+        #: Number of parts that a shard must be divided into: a tree passes on whole shards.
         self.parts = 1 if across.algorithm == "tree" else len(clusters)
 
     def post_receives(self, shards: list[DividedTensor]) -> RelayedChunk:
-        """Post the receives of all rounds, in which this rank sums its shards over the clusters.
+        """Post the receives of all rounds that sum this rank's shards over the clusters.
 
         The chunk is a piece of a gradient tensor. `self.rounds` lists the messages of each round,
         by number of the other cluster. Afterwards run_round() is called once for each round.
@@ -255,7 +254,7 @@ class Relay:
         return chunk
 
     def run_round(self, number: int, chunk: RelayedChunk) -> None:
-        """Wait for the messages that one round receives, process them, and start the round's sends.
+        """Wait for the messages that a round receives, process them, and start the round's sends.
 
         A received partial sum is added to this rank's values. A received total needs no step: it
         was received in place. The last round also waits for all sends of the chunk.
@@ -308,12 +307,12 @@ class DirectExchange:
         """
         self._rank = dist.get_rank()
         self.codec = codec
-        # Tag -> bytes sent. Each tag is used by one thread only, so no lock is needed.
+        # Tag -> bytes sent. Each tag is used by a single thread, so no lock is needed.
         self._bytes_sent: Counter[int] = Counter()
         #: Receive buffers of earlier calls: (tag, number of the tensor, sender, dtype) -> buffer.
         self._buffers: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         self._streams = []
-        # Two groups for each stream: gloo sometimes runs the two directions of one group one by one.
+        # Two groups for each stream: gloo sometimes runs the two directions of a group in turn.
         for _ in range(streams):
             stream = _Stream(
                 to_higher_ranks=members_group(ranks, f"{purpose} up", backend="gloo"),
@@ -332,8 +331,8 @@ class DirectExchange:
         """Replace this rank's part of each tensor by the sum over all owners, this rank included.
 
         Args:
-            tensors: Tensors that are cut into parts, one for each owner (a rank). This rank owns
-                one part of each tensor. All tensors are exchanged at the same time.
+            tensors: Tensors that are cut into parts. Each part has an owner (a rank), and this rank
+                owns a part of each tensor. All tensors are exchanged at the same time.
             tag: Tag of the messages.
             residuals: Rounding errors of earlier calls. The compression adds them to the values and
                 stores the new errors (error feedback). None: no errors are kept.
@@ -359,12 +358,13 @@ class DirectExchange:
     def all_gather(
         self, tensors: Sequence[DividedTensor], tag: int, residuals: ResidualMap | None = None
     ) -> None:
-        """Replace every part of each tensor by the values that the part's owner has.
+        """Replace every part of each tensor by the values of the rank that owns the part.
 
         Args:
-            tensors: Tensors with a part owned by this rank. They are exchanged at the same time.
+            tensors: Tensors that are cut into parts, see reduce_scatter(). The owner of a part has
+                its final values, such as sums.
             tag: Tag of the messages.
-            residuals: Rounding errors of earlier calls, added by the compression (error feedback).
+            residuals: See reduce_scatter().
         """
         transfers: list[GlooTransfer] = []
         encoded_parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # (part, its encoding)
@@ -388,12 +388,12 @@ class DirectExchange:
                 part.copy_(self._codec_of(part).decode(encoded, like=part))
 
     def start_send(self, part: torch.Tensor, peer: int, tag: int) -> list[GlooTransfer]:
-        """Start to send a part to another rank; nothing is sent of an empty part."""
+        """Start to send a part of a tensor to another rank; an empty part is not sent."""
         self._bytes_sent[tag] += part.nbytes
         return self._start(dist.isend, part, peer, tag, goes_up=self._rank < peer)
 
     def start_receive(self, part: torch.Tensor, peer: int, tag: int) -> list[GlooTransfer]:
-        """Start to receive a part from another rank; nothing is received of an empty part."""
+        """Start to receive a part of a tensor from another rank; an empty part is not received."""
         return self._start(dist.irecv, part, peer, tag, goes_up=peer < self._rank)
 
     def _start(
@@ -401,8 +401,8 @@ class DirectExchange:
     ) -> list[GlooTransfer]:
         """Start to send or receive a part; a large part is divided among all "streams".
 
-        A stream is a pair of gloo process groups, no CUDA stream. One group sends to higher ranks,
-        the other to lower ranks: gloo may run both directions of a single group one by one.
+        A stream is a pair of gloo process groups, no CUDA stream. The first group sends to higher
+        ranks, the second to lower ranks: gloo may run both directions of a single group in turn.
 
         Args:
             operation: dist.isend or dist.irecv.
@@ -412,7 +412,7 @@ class DirectExchange:
             goes_up: Whether the receiver's rank is higher than the sender's.
 
         Returns:
-            One transfer for each stream that is used; none for an empty part.
+            A transfer for each stream that is used; none for an empty part.
         """
         if part.numel() == 0:
             return []
@@ -445,15 +445,15 @@ class DirectExchange:
                 contributions.append(codec.decode(received[rank], like=own_part))
         if len(contributions) == 1:
             return
-        # Add up in the memory of the first contribution. own_part may be one of the later contributions, so
-        # it must not be overwritten before the last addition.
+        # Add up in the memory of the first contribution. own_part may be among the later contributions, so it
+        # must not be overwritten before the last addition.
         total, *middle, last = contributions
         for contribution in middle:
             total.add_(contribution)
         torch.add(total, last, out=own_part)
 
     def _codec_of(self, part: torch.Tensor) -> Codec:
-        """Return the compression of a part; PLAIN if it does not apply to the part's dtype."""
+        """Return the codec that compresses a part; PLAIN if it does not apply to the part's dtype."""
         if part.numel() and self.codec.applies(part.dtype):
             return self.codec
         return PLAIN
@@ -491,9 +491,9 @@ class DirectExchange:
         return buffer[: part.numel()]
 
     def _other_owners(self, tensor: DividedTensor) -> list[int]:
-        """Return the other ranks that own parts of a tensor, beginning with the next one after this rank.
+        """Return the other ranks that own parts of a tensor, beginning with the next after this rank.
 
-        Each rank begins with another one, so that not all ranks send to the same rank first.
+        Each rank begins elsewhere, so that not all ranks send to the same rank first.
         """
         owners = list(tensor.owners)
         position = owners.index(self._rank)

@@ -27,7 +27,7 @@ _DIGEST_BYTES = 8
 
 @dataclass(frozen=True)
 class Item:
-    """Description of one gradient that is reduced."""
+    """Description of a gradient that is reduced."""
 
     name: str  # of the parameter
     numel: int
@@ -53,7 +53,7 @@ class Item:
 
 
 def named_parameters(parameters: Iterable[Any]) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters whose gradients are reduced, each one once, with their names.
+    """Return the parameters that have gradients to reduce, each once, with their names.
 
     Parameters without elements or without requires_grad are left out.
 
@@ -100,7 +100,7 @@ def fill_buckets(
 
 
 def layout_digest(items: Sequence[Item], limit_bytes: int) -> int:
-    """Return a 63-bit hash of the buckets' layout, by which ranks find out whether their buckets are equal.
+    """Return a 63-bit hash of the buckets' layout. Ranks compare their hashes, since buckets must be equal.
 
     The hash depends on the gradients, their order and the size of a bucket. Devices are renumbered in the
     order of their first gradients, because the GPUs of different ranks have different numbers.
@@ -125,13 +125,13 @@ def layout_digest(items: Sequence[Item], limit_bytes: int) -> int:
 def check_same_layout(
     items: Sequence[Item], bucket_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Raise HolmesError if ranks would make different buckets, which would mix up gradients or hang.
+    """Raise HolmesError if ranks would make different buckets: these would mix up gradients or hang.
 
     Args:
         items: All gradients of this rank, in order.
         bucket_bytes: Largest size of a bucket.
         group: Process group that reduces the gradients. All of its ranks call this function.
-        device: Device of the tensors by which the ranks compare their buckets.
+        device: Device for the tensors of this comparison.
     """
     ranks = dist.get_process_group_ranks(group)
     own_digest = torch.tensor([layout_digest(items, bucket_bytes)], device=device)
@@ -147,7 +147,7 @@ def check_same_layout(
 
 
 class _PendingCopy(NamedTuple):
-    """A gradient that is overwritten by the reduced values."""
+    """A gradient, and the reduced values that must be copied into it."""
 
     gradient: torch.Tensor
     view: torch.Tensor  # the gradient's elements in the buffer of the bucket
@@ -206,7 +206,7 @@ class FlatBucket:
 
     @property
     def flat(self) -> torch.Tensor:
-        """The buffer. It exists from fill() to store()."""
+        """The flat tensor with the bucket's gradients. It exists from fill() to store()."""
         assert self._flat is not None
         return self._flat
 
@@ -270,7 +270,7 @@ class FlatBucket:
             self._flat = None
 
     def _new_buffer(self) -> torch.Tensor:
-        """Return a new buffer, whose padding is zero."""
+        """Return a new buffer for the bucket's gradients, with zeros as padding."""
         numel = sum(self._sizes)
         buffer = torch.empty(numel + self._padding, dtype=self._dtype, device=self._device)
         buffer[numel:].zero_()

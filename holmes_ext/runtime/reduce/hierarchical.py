@@ -2,11 +2,11 @@
 
 A tensor is cut into pieces:
 
-    chunk   piece of the tensor, which passes through the steps below as a whole
-    block   piece of a chunk, one for each rank of a cluster: the elements that this rank sums in its cluster
+    chunk   piece of the tensor; it passes through the steps below as a whole
+    block   piece of a chunk. Each rank of a cluster sums the elements of a block in its cluster.
     shard   piece of a chunk whose elements are summed by a single rank in each cluster, its owner there. If
             all clusters have the same number of ranks, the shards are the blocks.
-    part    piece of a shard, one for each cluster: the owner in that cluster adds it up over all clusters
+    part    piece of a shard. The shard's owner in each cluster adds up a part over all clusters.
 
 Each chunk passes through four steps:
 
@@ -24,11 +24,11 @@ Each step runs in a thread (steps.py), so consecutive chunks overlap:
     chunk 3                               [scatter in    ][scatter across][ ...
 
 Invariant: all ranks reduce the same tensors in the same order, and each step has a thread and a tag of its
-own. So the messages of a step are matched chunk by chunk. Each element is added up on one rank in the order
-of the ranks, so all ranks get the same bits.
+own. So the messages of a step are matched chunk by chunk. Each element is added up on a single rank in the
+order of the ranks, so all ranks get the same bits.
 
 No rank waits for ever: a step of a chunk waits only for the step before on the same rank, and for the same
-step of the same chunk on other ranks, which send after they have posted their receives. This order has no
+step of the same chunk on other ranks. These send after they have posted their receives. This order has no
 cycle.
 
 Bytes: for a tensor of B bytes and C clusters, each cluster sends 2 (C-1)/C B to other clusters, the least of
@@ -86,7 +86,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements [start, stop) of a chunk that one rank of each cluster, its owner there, adds up.
+    """Elements [start, stop) of a chunk that a single rank of each cluster, its owner there, adds up.
 
     After the reduce-scatter inside the clusters, each owner has the sum of the elements over its cluster.
     """
@@ -218,7 +218,7 @@ class HierarchicalAllReduce:
             chunks.append(Chunk(tensor, residuals, relayed))
         # Each chunk passes through four steps: reduce-scatter inside the clusters, then between
         # them, all-gather between the clusters, then inside them. Each step has a thread. So chunk
-        # 2 can be in the first step while chunk 1 is in the second one.
+        # 2 can be in the first step while chunk 1 is in the second.
         return self._pipeline.submit(chunks)
 
     def close(self) -> None:
@@ -257,13 +257,13 @@ class HierarchicalAllReduce:
         self._relay.run_round(number, chunk.relayed)
 
     def _cluster_blocks(self, tensor: torch.Tensor) -> DividedTensor:
-        """Divide a chunk into one block for each rank of this cluster."""
+        """Divide a chunk into a block for each rank of this cluster."""
         return DividedTensor(_split(tensor, len(self.members)), self.members)
 
     def _shards_of_this_rank(
         self, tensor: torch.Tensor, part_count: int | None = None
     ) -> list[DividedTensor]:
-        """Return the ranges of a chunk that this rank sums with one rank of each other cluster.
+        """Return the ranges of a chunk that this rank sums with a rank of each other cluster.
 
         Such a range is a shard. After the reduce-scatter inside the clusters, one rank of each
         cluster, the shard's owner, holds the cluster's sum of the shard. If the clusters have
@@ -271,7 +271,7 @@ class HierarchicalAllReduce:
 
         Args:
             tensor: The chunk.
-            part_count: Parts into which each shard is divided. None: as many as there are clusters.
+            part_count: Number of parts of each shard. None: as many as there are clusters.
                 The owner in cluster i then adds up part i. A sum along a tree of clusters has 1
                 part.
 

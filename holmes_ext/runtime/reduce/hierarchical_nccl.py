@@ -16,16 +16,16 @@ An event after each step lets the stream of the next step wait for it. If step 2
 shard, all-gathers the encoded shards of all clusters, and adds the decoded shards in the order of clusters.
 
 Steps 1 and 3 need two communicators, although they connect the same ranks: a communicator works in the order
-of its launches, whatever their streams. On a single one, scatter 2 would run after gather 1, which waits for
-across 1, and no two steps would ever overlap.
+of its launches, whatever their streams. On a single communicator, scatter 2 would run after gather 1. Gather
+1 waits for across 1, so no two steps would ever overlap.
 
-Invariant: all ranks launch scatter, across and gather of one chunk after the other, of one tensor after the
-other. So the launches of each communicator have the same order on all its ranks.
+Invariant: all ranks launch scatter, across and gather of a chunk before those of the next chunk, and tensors
+in the same order. So the launches of each communicator have the same order on all its ranks.
 
 No rank waits for ever: each launch waits only for launches before it in that common order, so there is no
 cycle between the communicators.
 
-A shard is a view of its chunk (NCCL's in-place form), so no memory is allocated on one stream and used on
+A shard is a view of its chunk (NCCL's in-place form), so no memory is allocated on a stream and used on
 another. The exception is the last chunk: if its elements are no multiple of the ranks of a cluster, a padded
 copy of it is summed.
 
@@ -119,7 +119,7 @@ class HierarchicalCollectives:
             clusters: Global ranks of each cluster, equal on all ranks; two clusters or more, of equal size.
             chunk_bytes: Size of a chunk; None for the plan's formula.
             compress: Compression between clusters: "off", "bf16" or "int8". A compressed shard is sent whole
-                to each other cluster, which takes more bytes than a ring for three or more clusters.
+                to each other cluster. For three or more clusters this takes more bytes than a ring.
             purpose: Part of the process groups' names.
 
         Raises:
@@ -137,7 +137,7 @@ class HierarchicalCollectives:
         self._index_in_cluster = cluster_ranks.index(rank)
         #: Tensors whose elements are a multiple of this need no padding.
         self.multiple = len(cluster_ranks)
-        # The ranks with this index in all clusters: one of each.
+        # The ranks with this index in all clusters: a rank of each.
         ranks_across = sorted(sorted(members)[self._index_in_cluster] for members in clusters)
         self.chunk_bytes = chunk_bytes or planned_chunk_bytes(len(cluster_ranks), direct=False)
         self._cluster_count = len(ranks_across)
@@ -179,7 +179,7 @@ class HierarchicalCollectives:
         for step_stream in streams:  # scatter, across, gather; None for tensors on the CPU
             if step_stream is not None and padding:
                 # The allocator must not reuse the memory of `padded` before this stream has used
-                # it: the caller may drop the returned work, which holds `padded`, earlier.
+                # it: the returned work holds `padded`, but the caller may drop it earlier.
                 padded.record_stream(step_stream)
         for number, chunk in enumerate([*full_chunks, padded]):
             self._sum_chunk(chunk, number, residuals, streams)
@@ -190,7 +190,7 @@ class HierarchicalCollectives:
             last_chunk.copy_(padded[: last_chunk.numel()])
             if flat.is_cuda:
                 # The copy above runs on the stream that waits for the work. `padded` is dropped
-                # when this function is, which may be before the copy has run.
+                # when this function is, perhaps before the copy has run.
                 padded.record_stream(torch.cuda.current_stream())
 
         return CollectivesWork(event, after=remove_padding if padding else None)
@@ -221,7 +221,7 @@ class HierarchicalCollectives:
         """Launch the three steps of a chunk: reduce-scatter, sum over clusters, all-gather.
 
         The shard is this rank's part of the chunk, a view. So all steps work in place. Each step
-        has a CUDA stream, which waits for the step before (`after`). The first one needs no wait:
+        has a CUDA stream that waits for the step before (`after`). The first step needs no wait:
         all_reduce() has made its stream wait for the program's stream.
 
         Args:

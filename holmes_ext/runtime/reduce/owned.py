@@ -1,12 +1,12 @@
 """Reduction of gradients for ZeRO 1: each rank gets the sums of the gradients whose optimizer state it keeps.
 
-A span is a run of gradient elements with one owner rank. Over gloo, the sum of a span is formed along a
-chain of ranks that ends at its owner:
+A span is a run of gradient elements with the same owner, the rank that needs their sum. Over gloo, the sum of
+a span is formed along a chain of ranks that ends at its owner:
 
     span owned by rank 0   rank 1 --> rank 2 --> rank 3 --> rank 0   each rank adds its own values
     span owned by rank 1   rank 2 --> rank 3 --> rank 0 --> rank 1
 
-Steps of one reduction, in the thread of each rank (_reduce_along_chains):
+Steps of a reduction, in the thread of each rank (_reduce_along_chains):
 
     1  post all receives from the rank before, chunk by chunk, in the order of the spans
     2  for each chunk: wait for its receive, add it, start to send the sum to the rank after
@@ -16,7 +16,7 @@ Invariant: all ranks reduce the same spans in the same order, and chunks between
 the spans.
 
 No rank waits for ever: the wait for a chunk of a span needs only the chunks before it, on this rank and on
-the ranks earlier in the chain, whose first rank waits for nothing.
+the ranks earlier in the chain. The first rank of the chain waits for nothing.
 
 Bytes: each rank sends every span once, so B bytes for a tensor of B bytes; a ring all-reduce over n ranks
 sends 2 (n-1)/n B (Thakur et al. 2005). A reduce-scatter of equal blocks does not fit, because DeepSpeed cuts
@@ -50,7 +50,7 @@ Spans = Sequence[tuple[int, int]]
 def merge_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merge consecutive spans that have the same owner.
 
-    A span is a run of gradient elements with one owner, the rank that needs their sum.
+    A span is a run of gradient elements with the same owner, the rank that needs their sum.
 
     Args:
         spans: (number of elements, global rank of the owner) of each span.
@@ -71,7 +71,7 @@ def merge_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class _OwnedSpan(NamedTuple):
-    """A span of a tensor, and the rank that gets its sum."""
+    """A span (run of elements) of a tensor, and the rank that gets its sum."""
 
     tensor: torch.Tensor
     owner: int  # global rank
@@ -90,7 +90,7 @@ class _ChunkInTransit(NamedTuple):
 
 
 class ReduceToOwners:
-    """Reduction by which each rank gets the sums of its own spans of a tensor only; implements Reduction.
+    """Reduction that gives each rank the sums of its own spans of a tensor only; implements Reduction.
 
     A span is a run of gradient elements. Its owner is the only rank that needs their sum (ZeRO 1). All ranks
     of the group must start the same sums in the same order.
@@ -99,10 +99,10 @@ class ReduceToOwners:
     multiple = 1
 
     def __init__(self, group: dist.ProcessGroup, device_type: str = ""):
-        """Prepare sums of gradients that only one rank each receives, its owner (as in ZeRO 1).
+        """Prepare sums of gradients. Only a single rank, the owner, gets the sum of an element (ZeRO 1).
 
         All ranks of the group must make this object, since it may make a process group. The bucket
-        of each sum lists which rank owns which elements (bucket.spans). The backend decides:
+        of each sum lists the owner of each run of elements (bucket.spans). The backend decides:
 
             gloo      A sum passes along a chain of ranks that ends at the owner. A process group
                       and a thread are made for these sends and receives.
@@ -121,7 +121,7 @@ class ReduceToOwners:
             self._pipeline = ThreadPipeline("owners", self._reduce_along_chains)
 
     def all_reduce(self, flat: torch.Tensor, bucket: FlatBucket | None = None) -> Any:
-        """Start the sums of a bucket; each rank gets those of the spans that it owns.
+        """Start the sums of a bucket; each rank gets those of its own spans (runs of elements).
 
         Args:
             flat: The buffer of the bucket.
@@ -132,11 +132,14 @@ class ReduceToOwners:
         return self.reduce(flat, bucket.spans)
 
     def reduce(self, flat: torch.Tensor, spans: Spans) -> Any:
-        """Start the sums of a tensor's spans, each of which only one rank gets.
+        """Start the sums of a tensor's spans. Only the owner of a span gets the sum of its elements.
+
+        A span is a run of elements. Its owner is the rank that needs their sum.
 
         Args:
             flat: One-dimensional and contiguous.
-            spans: The spans, one after the other: (elements, global rank that gets the sum).
+            spans: The spans in their order: (number of elements, global rank of the owner). They
+                cover the tensor.
 
         Returns:
             A work with wait() and get_future().
@@ -161,7 +164,7 @@ class ReduceToOwners:
         return f"reduction over {counted(len(self._ranks), 'rank')}, each part to the rank that owns it"
 
     def _reduce_along_chains(self, spans: list[_OwnedSpan]) -> None:
-        """Sum each span along a chain of all ranks that ends at the span's owner.
+        """Sum each span (run of elements) along a chain of all ranks that ends at the span's owner.
 
         Each rank of a chain receives a partial sum from the rank before, adds its own values, and sends the
         sum to the rank after. The chains of all owners go around the same ring of ranks.
@@ -200,7 +203,7 @@ class ReduceToOwners:
 
 
 class _Works:
-    """Several reductions under way, as one."""
+    """Several reductions under way, handled together like a single Work."""
 
     def __init__(self, works: list[Any]):
         self._works = works

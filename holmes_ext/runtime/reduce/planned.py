@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from holmes_ext.runtime.reduce.hierarchical_nccl import HierarchicalCollectives
     from holmes_ext.runtime.reduce.reduction import Reduction
 
-#: Classes of the hierarchical all-reduce. A job loads one if its groups span clusters.
+#: Classes of the hierarchical all-reduce. A job imports such a class only if its groups span clusters.
 _OVER_NCCL = "holmes_ext.runtime.reduce.hierarchical_nccl:HierarchicalCollectives"
 _OVER_GLOO = "holmes_ext.runtime.reduce.hierarchical:HierarchicalAllReduce"
 
 
 class PlannedReduction:
-    """The reduction that the plan chooses for the gradients of one process group.
+    """The reduction that the plan chooses for the gradients of a process group.
 
     The plan may change while the job runs. follow_plan() then replaces the reduction. Reductions that were
-    made once are kept, because making one creates process groups.
+    made once are kept, because each creates process groups.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class PlannedReduction:
         self.backend = backend_of(group, device_type)
         #: Planned bucket size, clusters and compression; None while holmes is off.
         self.spec: ReductionSpec | None = None
-        #: None if the plan sums in one ring, or holmes is off.
+        #: None if the plan sums in a single ring, or holmes is off.
         self.hierarchical: Reduction | None = None
         self._group = group
         self._flat = FlatReduction(group)
-        #: Planned reduction -> the object that was made for it; None: one ring.
+        #: Planned reduction -> the object that was made for it; None: a single ring.
         self._made: dict[ReductionSpec, Reduction | None] = {}
         current = session.active()
         if current is not None:
@@ -73,7 +73,7 @@ class PlannedReduction:
         """Use another algorithm for the sums from now on if measurements of the running job suggest it.
 
         --holmes-adapt compares measured reductions with predicted ones, and may change the plan, e.g. to a
-        hierarchical all-reduce instead of one ring. All ranks of the group must call this method at the
+        hierarchical all-reduce instead of a single ring. All ranks of the group must call this method at the
         beginning of a step, so that they change at the same step.
 
         Returns:
@@ -91,7 +91,7 @@ class PlannedReduction:
         if spec is None or spec == self.spec:
             return False
         if spec.compress != self.spec.compress:
-            # The user may give one reducer another compression than --holmes-compress-gradients. The new
+            # The user may give a reducer another compression than --holmes-compress-gradients. The new
             # reduction was chosen for that flag's compression, so it does not suit such a reducer.
             return False
         self._use(spec)
@@ -115,7 +115,7 @@ class PlannedReduction:
 
 
 def planned_fabric(group: dist.ProcessGroup, device_type: str) -> Fabric | None:
-    """Return the fabric that the plan has for a group; None inside a node, and while holmes is off."""
+    """Return the planned fabric (network) of a group; None inside a node, and while holmes is off."""
     current = session.active()
     if current is None:
         return None
@@ -142,7 +142,8 @@ def bucket_bytes_for(
     """
     if planned is not None and planned.spec is not None:
         if planned.hierarchical is not None:
-            # A hierarchical all-reduce cuts each bucket into chunks, so a bucket of one chunk is enough.
+            # A hierarchical all-reduce cuts each bucket into chunks, so a bucket as large as a chunk is
+            # enough.
             return planned.spec.chunk_bytes
         return planned.spec.bucket_bytes
     if fabric is None:
@@ -150,7 +151,7 @@ def bucket_bytes_for(
     return bucket_bytes_of(fabric, rank_count, size)
 
 
-#: Warning that the steps of a hierarchical all-reduce will not overlap with the backward pass: with one
+#: Warning that the steps of a hierarchical all-reduce will not overlap with the backward pass: with a single
 #: hardware queue, the GPU takes the kernels of all CUDA streams in the order of their launches.
 _NO_OVERLAP_WARNING = (
     "CUDA_DEVICE_MAX_CONNECTIONS=1: the steps of a hierarchical reduction share one hardware queue with the "
@@ -162,7 +163,7 @@ _NO_OVERLAP_WARNING = (
 def hierarchical_for(
     group: dist.ProcessGroup, size: int, spec: ReductionSpec, device_type: str = ""
 ) -> Reduction | None:
-    """Make the hierarchical reduction of a group, if the plan has one for sums of this size.
+    """Make the hierarchical reduction of a group, if the plan has chosen it for sums of this size.
 
     All ranks of the group must call this function.
 
@@ -170,12 +171,14 @@ def hierarchical_for(
         group: Process group whose ranks sum gradients.
         size: Bytes of gradients that the group sums.
         spec: Planned reduction of the group.
-        device_type: Device of the gradients, "cpu" or "cuda"; "" for the GPU if there is one, else the CPU.
+        device_type: Device of the gradients, "cpu" or "cuda"; "" for the GPU if the host has a GPU, else the
+            CPU.
 
     Returns:
-        None if the group is in one cluster, or one ring is faster for sums of this size.
+        None if the group is in one cluster, or a single ring is faster for sums of this size.
     """
-    # hierarchical_from: from so many bytes on, a hierarchical all-reduce is faster than one ring.
+    # hierarchical_from: from so many bytes on, a hierarchical all-reduce is faster than a single
+    # ring.
     is_planned = bool(spec.clusters) and size >= spec.hierarchical_from
     if not is_planned:
         return None
@@ -204,8 +207,8 @@ def hierarchical_over(
     if len(clusters) == 1:
         return None
     if network_api != SOCKETS:
-        # With CUDA_DEVICE_MAX_CONNECTIONS=1, all CUDA streams share one hardware queue. Then the
-        # sum cannot overlap the backward pass, and a warning says so.
+        # With CUDA_DEVICE_MAX_CONNECTIONS=1, all CUDA streams share a single hardware queue. Then
+        # the sum cannot overlap the backward pass. Print a warning.
         if one_hardware_queue():
             tell(session.require(), _NO_OVERLAP_WARNING, once=_NO_OVERLAP_WARNING)
         # Between clusters, NCCL chooses the algorithm itself, so `spec.across` is not used.
@@ -213,8 +216,8 @@ def hierarchical_over(
         return over_nccl(
             clusters, chunk_bytes=spec.chunk_bytes, compress=spec.compress, purpose=purpose
         )
-    # gloo: how sums pass between clusters. A ring or tree of clusters; None for a direct exchange,
-    # in which each cluster sends to each other one.
+    # gloo: how sums pass between clusters. A ring or tree of clusters; None for a direct exchange:
+    # each cluster sends to each other cluster.
     across = spec.across
     if across is not None and set(across.order) != set(ranks_by_cluster):
         across = None  # it was planned for other clusters than these

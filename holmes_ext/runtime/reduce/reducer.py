@@ -1,6 +1,6 @@
 """Averages gradients in buckets while the backward pass still runs.
 
-    micro-batch   1 .. m-1            m (the last one: arm() stands before it)
+    micro-batch   1 .. m-1            m (the last: arm() stands before it)
     backward      accumulate only     layer n ... layer 2  layer 1 | finish() | optimizer.step()
     network                                  [bucket 0][bucket 1][..]  only this last part is exposed
 
@@ -96,7 +96,7 @@ class GradientReducer:
         group: Process group; None for all ranks.
         bucket_bytes: Size of a bucket in bytes. None for the planned size, or a size that suits `fabric`, or
             25 MiB if neither is known.
-        fabric: Network of the group; None for the planned one.
+        fabric: Network of the group; None for the planned network.
         average: Divide the sums by the number of ranks.
         predivide: Divide gradients by this number before the sum, and by ranks / predivide after it, against
             an overflow of float16.
@@ -104,13 +104,13 @@ class GradientReducer:
         compress: Compression between clusters in a hierarchical all-reduce: "off", "bf16" or "int8"; None for
             --holmes-compress-gradients.
         deferred: Parameters whose gradients the engine still changes after the backward pass (tied weights).
-            They get buckets of their own, which only finish() launches.
+            They get buckets of their own. Only finish() launches these.
         all_reduce: Starts the sum of a flat tensor and returns a work with wait() and get_future(). None for
-            a hierarchical all-reduce if the plan has one for the group, else torch's all-reduce on `group`.
+            a hierarchical all-reduce if the plan has chosen it, else torch's all-reduce on `group`.
         gradient: Returns a parameter's final gradient, when its bucket is filled. None for .grad.
-        owners: Returns which rank needs which elements of a parameter's average, as (number of elements,
-            rank) pairs. On other ranks these elements are undefined afterwards. None if all ranks need all
-            elements. Ignored if the group uses a hierarchical all-reduce.
+        owners: Returns the ranks that need the elements of a parameter's average, as (number of elements,
+            rank) pairs in the order of the elements. On other ranks these elements are undefined afterwards.
+            None if all ranks need all elements. Ignored if the group uses a hierarchical all-reduce.
     """
 
     armed: bool  # whether a step is between arm() and finish(): complete buckets are sent at once
@@ -213,7 +213,7 @@ class GradientReducer:
         If arm() was not called, all reductions remain, so nothing overlaps with the backward pass.
 
         Raises:
-            HolmesError: a reduction failed; the message names the rank, the bucket and the fabric.
+            HolmesError: a reduction failed; the message names the rank, the bucket and the network.
         """
         if not self.armed:
             self._follow_plan()
@@ -271,7 +271,7 @@ class GradientReducer:
         return sum(item.bytes for item in self._items)
 
     def _bucket_bytes(self) -> int:
-        """Return the size of a bucket in bytes: the given one, the planned one or a default."""
+        """Return the size of a bucket in bytes: the given, the planned or a default size."""
         if self._given_bucket_bytes is not None:
             return self._given_bucket_bytes
         return bucket_bytes_for(self._planned, self.fabric, len(self.ranks), self._size)
@@ -284,9 +284,9 @@ class GradientReducer:
     def _chosen_reduction(self) -> Reduction:
         """Return the reduction that sums the buckets from now on.
 
-            caller's function      if the caller has passed one
+            caller's function      if the caller has passed it
             planned all-reduce     if no owners are given, or if it is hierarchical
-            ReduceToOwners         otherwise: each sum goes only to its owner, which needs it
+            ReduceToOwners         otherwise: only the owner of a sum, the rank that needs it, gets it
         All ranks must call this method: it may make process groups.
         """
         if self._planned is None:
@@ -303,7 +303,7 @@ class GradientReducer:
         """Choose the reduction and make the buckets.
 
         Args:
-            order: Indices of parameters, in the order in which their gradients become final. Their
+            order: Indices of parameters, in the order of their final gradients. Their
                 buckets are reduced during the backward pass. Deferred parameters are missing: their
                 gradients change after the backward pass (tied weights), so finish() reduces them.
         """
@@ -352,7 +352,7 @@ class GradientReducer:
     def _reorder_buckets(self) -> None:
         """Make the buckets again after the first step with arm(), in the order of the backward pass.
 
-        The buckets get the order in which the gradients became final on the group's first rank. Gradients
+        The buckets get the order of the final gradients on the group's first rank. Gradients
         that some rank did not use come last. Each rank also records how often each gradient is accumulated.
         """
         self._expected = self._counts  # accumulations of each gradient in this step
@@ -422,7 +422,7 @@ class GradientReducer:
         """Copy the gradients of the next bucket into its buffer and start the bucket's reduction.
 
         On GPUs this runs on a CUDA stream of its own, the side stream, after the events that mark the
-        bucket's gradients as final. At most BUCKETS_IN_FLIGHT buckets have buffers at one time.
+        bucket's gradients as final. At most BUCKETS_IN_FLIGHT buckets have buffers at the same time.
         """
         bucket = self._buckets[self._launched]
         with self._on_side_stream(bucket.gradient_events):
@@ -454,7 +454,7 @@ class GradientReducer:
         bucket.store(divisor=rank_count / self._predivide)
 
     def _on_side_stream(self, events: StreamEvents | None = None) -> AbstractContextManager[None]:
-        """Return a context in which operations are launched on the side stream, if there is one.
+        """Return a context that launches operations on the side stream; on the CPU it has no effect.
 
         Args:
             events: The operations start after these events.

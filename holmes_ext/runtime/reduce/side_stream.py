@@ -1,11 +1,11 @@
-"""CUDA stream on which a GradientReducer fills its buckets and launches their reductions.
+"""CUDA stream for the buckets of a GradientReducer: it fills them there and launches their reductions.
 
     compute stream A   [backward]  g1 final .......... [backward]
     compute stream B        [backward]   g2 final
     side stream                               [wait g1, g2][fill][reduce ...
 
 autograd runs each operation of the backward pass on the stream of its forward operation (torch.autograd,
-"Stream semantics of backward passes"). So the gradients of one bucket may become final on several streams
+"Stream semantics of backward passes"). So the gradients of a bucket may become final on several streams
 (torch.compile, streams of the program). Protocol:
 
     1  begin_step()       records an event on the current stream before the backward pass
@@ -13,11 +13,11 @@ autograd runs each operation of the backward pass on the stream of its forward o
     3  launch_after()     makes the side stream wait for the events of a bucket, and launches on it
     4  make_current_stream_wait()   after the last bucket
 
-Only the side stream waits; no compute stream waits for another one.
+Only the side stream waits; no compute stream waits for another.
 
-Lifetime of memory: memory that is allocated on the side stream is freed after finish() of the reducer, whose
-stream has waited for the reduction. The side stream uses it again in the next step at the earliest, after the
-event of begin_step(), and so after all operations that read it.
+Lifetime of memory: memory that is allocated on the side stream is freed after finish() of the reducer. The
+stream of finish() has then waited for the reduction. The side stream uses it again in the next step at the
+earliest, after the event of begin_step(), and so after all operations that read it.
 
 The order of waits was tested with recording streams (tests/runtime/reduce/test_side_stream.py), on emulated
 GPUs, where torch's CUDA sanitizer reports no race, and on an H100.
@@ -35,7 +35,7 @@ StreamEvents = dict[torch.cuda.Stream, torch.cuda.Event]
 
 
 class SideStream:
-    """CUDA stream on which one GradientReducer runs its reductions.
+    """CUDA stream for the reductions of one GradientReducer.
 
     It waits until the gradients of a bucket are final, on whatever streams they are computed.
     """
@@ -45,7 +45,7 @@ class SideStream:
         self._step_begin: StreamEvents = {}
 
     def begin_step(self) -> None:
-        """Let the launches of this step wait for the work on the current stream so far."""
+        """Make the side stream's launches of this step wait for the work so far on the current stream."""
         self.record_gradient(self._step_begin)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Runs gloo's blocking calls in a pipeline of threads, one for each step of an operation.
+"""Runs gloo's blocking calls in a pipeline of threads: a thread for each step of an operation.
 
 A tensor is cut into chunks, and every chunk passes through the same steps:
 
@@ -42,7 +42,7 @@ SETTLE_S = 20.0
 
 @dataclass(frozen=True)
 class ReductionTimes:
-    """Times of the gradient reductions of one training step, as measured on one rank.
+    """Times of the gradient reductions of a training step, as measured on a single rank.
 
     On GPUs these are times of the host only.
     """
@@ -51,7 +51,7 @@ class ReductionTimes:
     bytes: int  # of gradients in all buckets
     buckets: int
     early: int  # buckets whose reduction was launched during the backward pass
-    seconds: float  # from the launch of the first bucket to the end of the last one
+    seconds: float  # from the launch of the first bucket to the end of the last
     exposed_s: float  # seconds that finish() waited
     fabric: str  # name of the group's network; "" if unknown
 
@@ -59,14 +59,14 @@ class ReductionTimes:
 class Work:
     """Handle of an operation that threads of a ThreadPipeline run, similar to torch.distributed's Work.
 
-    The operation works on the chunks of a tensor, which were passed to ThreadPipeline.submit().
+    The operation works on the chunks of a tensor that were passed to ThreadPipeline.submit().
     """
 
     def __init__(self, chunk_count: int):
         """Make the handle of an operation on `chunk_count` chunks of a tensor."""
         self._chunks_left = chunk_count
         self._future: torch.futures.Future[Any] = torch.futures.Future()
-        #: First error of a step, after which no step touches the chunks.
+        #: First error of a step. After it, no step touches the chunks.
         self.error: Exception | None = None
         #: Set when all chunks have left the threads, successful or not.
         self.left_threads = threading.Event()
@@ -107,15 +107,15 @@ _Inbox = queue.SimpleQueue["tuple[Work, Any] | None"]
 
 
 class ThreadPipeline:
-    """Threads that run a sequence of steps on each chunk of a tensor, one thread for each step."""
+    """Threads that run a sequence of steps on each chunk of a tensor: a thread for each step."""
 
     def __init__(self, name: str, *steps: Callable[[Any], None]):
         """Start a thread for each step.
 
         Args:
             name: The threads are named "holmes NAME 1", "holmes NAME 2" and so on.
-            steps: Functions in the order of execution. Each is called with one chunk after the other, as
-                they were passed to submit().
+            steps: Functions in the order of execution. Each is called with the chunks in the order of
+                submit().
         """
         # A thread takes chunks from its inbox and puts them into its outbox, the inbox of the next thread.
         self._inboxes: list[_Inbox] = [queue.SimpleQueue() for _ in steps]
@@ -147,7 +147,7 @@ class ThreadPipeline:
 
 
 def _serve(step: Callable[[Any], None], inbox: _Inbox, outbox: _Inbox | None) -> None:
-    """Run one step on every chunk in the inbox, until the end mark None. This is the function of a thread.
+    """Run a step on every chunk in the inbox, until the end mark None. This is the function of a thread.
 
     After an error of the step, all later chunks are passed on without running it: other ranks may have missed
     messages, so nothing after the error is reliable.

@@ -1,7 +1,7 @@
 """Hierarchical sum of the gradient of a weight that two pipeline stages share (tied embeddings).
 
 The first stage uses the weight as the embedding, and the last stage as the output layer. Engines let each
-rank of the first stage sum the gradient with one rank of the last stage, which has the same data-parallel
+rank of the first stage sum the gradient with the rank of the last stage that has the same data-parallel
 position. So each of the d data-parallel ranks of a stage sends the whole gradient to the other cluster. The
 wanted result is the average of these d sums. It is computed with fewer bytes:
 
@@ -15,7 +15,7 @@ hierarchical.py and hierarchical_nccl.py do steps 2 to 4. All ranks then have th
 The engine also averages the gradient over the d data-parallel ranks of each stage. The result is right in
 both orders:
 
-    this sum first            all d ranks have the same result, which an average over them does not change
+    this sum first            all d ranks have the same result, and an average over them does not change it
     the engine's average first    the d ranks have the same values; step 1 takes 1/d of each, so their sum is
                               the average
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from holmes_ext.plan.sizes import Sizes
     from holmes_ext.runtime.reduce.reduction import Reduction
 
-#: Pipeline stages that have a copy of the weight: the first and the last one.
+#: Pipeline stages that have a copy of the weight: the first and the last.
 _STAGES_WITH_WEIGHT = 2
 
 
@@ -56,7 +56,7 @@ class TiedSum:
             least_bytes: Smaller gradients are left to the engine's own sum.
         """
         self.ranks = ranks
-        #: Data-parallel ranks of one stage: each of the two stages has half of the ranks.
+        #: Data-parallel ranks of a stage: each of the two stages has half of the ranks.
         self.ranks_per_stage = len(ranks) // _STAGES_WITH_WEIGHT
         self.reduction = reduction
         self.least_bytes = least_bytes
@@ -89,8 +89,8 @@ def tied_sum_of(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
     process groups, so all ranks of both stages must make it.
 
     Args:
-        group: Process group of the engine's own sum, with two ranks: one of the first stage, and
-            the one of the last stage with the same tensor-, data- and context-parallel rank.
+        group: Process group of the engine's own sum, with two ranks: a rank of the first stage, and
+            the rank of the last stage with the same tensor-, data- and context-parallel rank.
         sizes: Parallel sizes of the job.
         device_type: Device of the gradient, "cpu" or "cuda".
 
@@ -106,8 +106,8 @@ def _make_tied_sum(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None
     """Make the hierarchical sum that replaces an engine's sum over two ranks with a shared weight.
 
     Args:
-        group: Process group of the engine's own sum, with two ranks: one of the first stage, and
-            the one of the last stage with the same tensor-, data- and context-parallel rank.
+        group: Process group of the engine's own sum, with two ranks: a rank of the first stage, and
+            the rank of the last stage with the same tensor-, data- and context-parallel rank.
         sizes: Parallel sizes of the job.
         device_type: Device of the gradient, "cpu" or "cuda".
 
@@ -123,8 +123,8 @@ def _make_tied_sum(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None
     spec = plan.traffic_of(network_api).tied
     if spec is None or len(members) != _STAGES_WITH_WEIGHT:
         return None
-    # tied_sums() returns one tuple of ranks for each tensor-parallel slice of the weight: all data-parallel
-    # ranks of both stages that hold this slice. One tuple contains the two members of the group.
+    # tied_sums() returns a tuple of ranks for each tensor-parallel slice of the weight: all data-parallel
+    # ranks of both stages that hold this slice. A single tuple contains the two members of the group.
     ranks_with_same_slice = [ranks for ranks in tied_sums(sizes) if members <= set(ranks)]
     if len(ranks_with_same_slice) != 1:
         return None

@@ -11,9 +11,8 @@ So a stage sends the former early, and computes the latter when it would idle ot
                   so that hooks of parameters run.
 
 A linear layer keeps between steps 2 and 3 exactly what its whole backward pass would need (Qi et al. 2024,
-arXiv 2401.10241, section 2.3). Only calls of torch.nn.functional.linear whose weight is a parameter are
-split, and not under autocast, which replaces the weight by a copy. All other gradients are computed in
-step 2.
+arXiv 2401.10241, section 2.3). Only calls of torch.nn.functional.linear with a parameter as weight are split,
+and not under autocast: it replaces the weight by a copy. All other gradients are computed in step 2.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 
 
 class _KeptLayer(NamedTuple):
-    """Tensors of a linear layer from which the gradient of its weight is computed later."""
+    """Tensors of a linear layer that are kept to compute the gradient of its weight later."""
 
     weight: Any  # the parameter
     layer_input: Any  # of the forward pass
@@ -34,7 +33,7 @@ class _KeptLayer(NamedTuple):
 
 
 class WeightGradients:
-    """Weight gradients of one pipeline stage that are computed after the backward pass."""
+    """Weight gradients of a pipeline stage that are computed after the backward pass."""
 
     def __init__(self) -> None:
         #: Micro-batch -> its linear layers, in the order of the backward pass.
@@ -79,7 +78,7 @@ class WeightGradients:
 
 
 def _as_rows(tensor: Any) -> Any:
-    """Return a matrix with the size of the tensor's last dimension."""
+    """Return a tensor as a matrix: the last dimension stays, the others are flattened."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -96,7 +95,7 @@ def _split_linear_function() -> Any:
         """functional.linear whose backward pass keeps the tensors for the weight gradient.
 
         Arguments of apply(): the input, the detached weight, the bias or None, a tuple with the weight itself
-        (the tuple hides it from autograd), and the list to which the backward pass appends the layer.
+        (the tuple hides it from autograd), and a list. The backward pass appends the layer to it.
         """
 
         @staticmethod
@@ -118,7 +117,7 @@ def _split_linear_function() -> Any:
             _, _, needs_bias_gradient, _, _ = ctx.needs_input_grad
             if needs_bias_gradient:
                 bias_gradient = _as_rows(output_gradient).sum(0)
-            # One gradient for each argument of forward(). The weight's is computed later, by make().
+            # A gradient for each argument of forward(). The weight's is computed later, by make().
             return input_gradient, None, bias_gradient, None, None
 
     return SplitLinear
@@ -126,10 +125,10 @@ def _split_linear_function() -> Any:
 
 @cache
 def _split_linear_mode() -> Any:
-    """Return a torch-function mode in which linear layers postpone the gradients of their weights.
+    """Return a torch-function mode: inside it, linear layers postpone the gradients of their weights.
 
     It replaces functional.linear by SplitLinear. The backward pass of SplitLinear computes no gradient of the
-    weight, but keeps the tensors from which WeightGradients.make() computes it later.
+    weight, but keeps the tensors that WeightGradients.make() computes it from later.
 
     The class is defined inside a function, so that importing this module does not import torch.
     """
@@ -140,9 +139,9 @@ def _split_linear_mode() -> Any:
     split_linear = _split_linear_function()
 
     class SplitLinearMode(TorchFunctionMode):
-        """Mode in which the backward pass of linear layers leaves out the gradients of their weights.
+        """Mode that leaves the gradients of weights out of the backward pass of linear layers.
 
-        Each layer appends the tensors from which this gradient is computed later to the list `kept`.
+        Each layer appends the tensors for the later computation of this gradient to the list `kept`.
         """
 
         def __init__(self, kept: list[_KeptLayer]):
@@ -156,7 +155,7 @@ def _split_linear_mode() -> Any:
 
             SplitLinear has the result of functional.linear. Its backward pass computes no gradient
             of the weight. Instead it appends (weight, layer input, output gradient) to self.kept,
-            from which the gradient of the weight is computed later.
+            to compute the gradient of the weight later.
             """
             keywords = kwargs or {}
             if func is not functional.linear or not torch.is_grad_enabled():

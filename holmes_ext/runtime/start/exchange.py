@@ -1,20 +1,20 @@
 """Collects a report of every rank on the launcher's rank 0 and distributes its verdict, at a job's start.
 
-The verdict is what rank 0 decides for all ranks: a document with the plan, or an error that ends the job.
+The verdict is the decision of rank 0 for all ranks: a document with the plan, or an error that ends the job.
 Messages go through the job's key-value store (torch's TCPStore). PREFIX is "holmes/N" at the N-th start:
 
     1. rank 0      adds 1 to holmes/round and thereby gets N
-    2. all ranks   send their reports: which node and local rank they are, their flags and versions, and from
+    2. all ranks   send their reports: their node, local rank, flags and versions, and from
                    local rank 0 the NICs of its node          -> PREFIX/reports
     3. rank 0      reads all reports at once as soon as all ranks are counted, compares them, makes the plan
-    4. rank 0      stores the plan as a document, or one line of an error  -> PREFIX/verdict
+    4. rank 0      stores the plan as a document, or a one-line error  -> PREFIX/verdict
     5. all ranks   wait for PREFIX/verdict; an error ends the job on every rank
 
 A rank that fails before it can report sends its error as the report. Every wait has a deadline.
 
-Reports of one node are combined: the store serves a node like one rank. Local rank 0 is the leader:
+Local rank 0 of a node, the leader, combines the reports of its node. The store serves a node like one rank:
 
-    1. leader        listens on an abstract Unix socket, which the kernel removes when the process ends
+    1. leader        listens on an abstract Unix socket: the kernel removes it when the process ends
     2. other ranks   send their reports to the leader, and get an acknowledgement
     3. leader        reports for itself and all ranks that it acknowledged, and waits for the verdict
     4. leader        sends the verdict to these ranks; its document goes as the descriptor of a memory file
@@ -23,13 +23,13 @@ A rank that gets no acknowledgement within HEARD_SECONDS sends its report to the
 started without holmes or too late, or is in another network namespace or job, or belongs to another user.
 Every acknowledged report has been counted, so no rank is counted twice.
 
-The key holmes/round exists because torchrun's agents keep one store over all restarts of a job, and
-may disagree on TORCHELASTIC_RESTART_COUNT. A verdict that exists before a rank has reported is of
-an earlier start: the rank waits for the next round. The next round's rank 0 also sets PREFIX/over
-of the round before, for ranks whose rank 0 died without a verdict.
+The key holmes/round exists because torchrun's agents keep the same store over all restarts of a
+job, and may disagree on TORCHELASTIC_RESTART_COUNT. A verdict that exists before a rank has
+reported is of an earlier start: the rank waits for the next round. The next round's rank 0 also
+sets PREFIX/over of the round before, for ranks whose rank 0 died without a verdict.
 
-Thousands of ranks may wait for one key. A wait that times out costs the store milliseconds (torch formats the
-C++ stack) and delays all other ranks. So every wait uses all the time that is left instead of polling.
+Thousands of ranks may wait for the same key. A wait that times out costs the store milliseconds (torch
+formats the C++ stack) and delays all other ranks. So waits use all the time that is left and do not poll.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ _ROUND_KEY = "holmes/round"
 _GOOD = b"+"  # first byte of a verdict with a document
 _BAD = b"!"  # first byte of a verdict with an error message
 _OVER = b"over"  # value of a verdict's key if the next round began before there was a verdict
-#: Seconds that a rank waits for the next round if the current one has a verdict without the rank's report.
+#: Seconds that a rank waits for the next round if the current round has a verdict without the rank's report.
 #: After that, an error counts: rank 0 gave this rank up because its report came too late.
 _LEFTOVER_SECONDS = 10.0
-#: Seconds that other ranks wait longer than rank 0, which may use all its time before it names missing ranks.
+#: Seconds that other ranks wait longer than rank 0: it may use all its time before it names missing ranks.
 _EXTRA_WAIT_S = 15.0
 
 
@@ -109,7 +109,7 @@ def exchange(
         process: This rank, as the launcher numbered it.
         report: Has the keys "node", "identity" (unique to a node), "local_rank", "agreed" (a flat dictionary
             that must be the same on all ranks) and, on local rank 0, "nics_of_node". Or it has "error": the
-            message of a failure on this rank, which ends the job.
+            message of a failure on this rank. It ends the job.
         decide: Makes the verdict's document. It is called on rank 0 only.
         timeout_s: Seconds that rank 0 waits for the reports.
 
@@ -149,7 +149,7 @@ def exchange(
 
 
 def leader_socket_name(node: str, master_addr: str, master_port: int) -> str:
-    """Return the name of the abstract Unix socket on which a node's leader listens.
+    """Return the name of the abstract Unix socket of a node's leader (local rank 0).
 
     The name differs for each user, node and job. A job is identified by the address of its store.
     """
@@ -158,7 +158,7 @@ def leader_socket_name(node: str, master_addr: str, master_port: int) -> str:
 
 
 class NodeLeader:
-    """Local rank 0 of a node: takes the reports of the node's other ranks, and sends them the verdict."""
+    """Local rank 0 of a node: takes the reports of the other ranks there, and passes rank 0's decision on."""
 
     def __init__(self, socket_name: str):
         """Listen on the abstract Unix socket `socket_name`, unless another process has that name."""
@@ -177,7 +177,7 @@ class NodeLeader:
 
         Args:
             count: Number of reports to wait for.
-            seconds: Seconds after which the reports that have arrived are returned.
+            seconds: Seconds to wait. Then the reports that have arrived are returned.
         """
         reports: list[bytes] = []
         deadline = Deadline(seconds)
@@ -221,12 +221,12 @@ def report_to_leader(socket_name: str, report: bytes, patience_s: float) -> sock
     """Send this rank's report (its flags, versions and node) to local rank 0 of its node, the leader.
 
     Args:
-        socket_name: The abstract Unix socket on which the leader listens.
+        socket_name: Name of the leader's abstract Unix socket.
         report: This rank's report.
         patience_s: Seconds to wait for a leader that does not listen yet.
 
     Returns:
-        The connection to the leader, which has acknowledged the report and will send rank 0's decision on it.
+        The connection to the leader. It has acknowledged the report and will send rank 0's decision on it.
         None if no leader accepts the report: then this rank must report for itself.
     """
     deadline = Deadline(patience_s)
@@ -287,7 +287,7 @@ def _user_at_other_end(connection: socket.socket) -> int:
 def _verdict_from_leader(
     process: Process, connection: socket.socket, deadline: Deadline
 ) -> Verdict:
-    """Receive rank 0's decision from local rank 0 of this node (the leader), which reported for this rank.
+    """Receive rank 0's decision from local rank 0 of this node, the leader: it reported for this rank.
 
     Raises:
         HolmesError: No decision came before the deadline, or the leader has ended.
@@ -314,7 +314,8 @@ def _exchange_through_store(
     Args:
         store: The job's key-value store.
         process: This rank.
-        reports: This rank's report first, then those of other ranks of the node, for which this one reports.
+        reports: This rank's report first, then those of other ranks of the node, if this rank reports for
+            them.
         decide: Makes the decision, a JSON document such as the plan, from all reports. Only rank 0 calls it.
         deadline: Ends all waiting.
 
@@ -343,7 +344,7 @@ def _exchange_through_store(
 def _decide_verdict(
     store: Any, process: Process, reports: list[bytes], decide: Decide, deadline: Deadline
 ) -> Verdict:
-    """Collect all ranks' reports, decide how the job starts, and store this verdict for all ranks.
+    """Collect all ranks' reports, decide how the job starts, and store the decision for all ranks.
 
     Only rank 0 calls this function. It begins a new round: the number of this start of the job.
 
@@ -383,7 +384,7 @@ def _await_verdict(
     with _BAD if it is an error. _OVER: none was made. The decision of an earlier round is ignored.
 
     Args:
-        reports: This rank's report, and those of other ranks of its node for which it reports.
+        reports: This rank's report, and those of other ranks of its node, if it reports for them.
 
     Returns:
         The decision; None if there is none before the deadline.
@@ -405,7 +406,7 @@ def _await_verdict(
             value = store.get(verdict_key)
             if value.startswith(_BAD):  # an error: rank 0 gave up waiting for this rank
                 return _StoredVerdict(prefix, value)
-            continue  # a plan needs this rank's report, so this one is of an earlier start: wait on
+            continue  # a plan needs this rank's report, so this plan is of an earlier start: wait on
         append_entry(store, f"{prefix}/reports", _pack(reports), len(reports), process.world_size)
         value = wait_for_value(store, verdict_key, left_s)
         if not value:
@@ -416,7 +417,7 @@ def _await_verdict(
 
 
 def _pack(reports: list[bytes]) -> bytes:
-    """Return reports, which are JSON objects, as one compressed JSON list."""
+    """Return reports (JSON objects) as a compressed JSON list."""
     return zlib.compress(b"[" + b",".join(reports) + b"]", 1)
 
 

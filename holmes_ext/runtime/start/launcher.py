@@ -28,7 +28,7 @@ from holmes_ext.words import counted
 
 @dataclass(frozen=True)
 class Process:
-    """Identity of this process, as its launcher numbered it."""
+    """Rank, local rank and sizes of the job of this process, as its launcher numbered them."""
 
     rank: int
     world_size: int
@@ -62,10 +62,10 @@ _SRUN = "srun"
 _JOB_NODES = "SLURM_JOB_NODELIST"
 _DEFAULT_PORT = 29500  # torch's default for MASTER_PORT
 _LOCAL_ADDRESS = "127.0.0.1"
-#: Ports for Slurm jobs without MASTER_PORT: the first one, and how many.
+#: Ports for Slurm jobs without MASTER_PORT: the first, and how many.
 _FIRST_SLURM_PORT = 10000
 _SLURM_PORT_COUNT = 20000
-#: Launchers and their variables, in the order in which they are looked for. mpirun comes before srun:
+#: Launchers and their variables, in the order of the search. mpirun comes before srun:
 #: inside a Slurm allocation, mpirun starts its daemons by srun, so its ranks have Slurm's variables of
 #: the daemon, too.
 VARIABLES = {
@@ -88,7 +88,7 @@ VARIABLES = {
         local_world_size="SLURM_NTASKS_PER_NODE",
     ),
 }
-#: Variables from which training scripts read their rank. PMI_RANK and PMIX_RANK are not among them: the MPI
+#: Variables that training scripts read their rank from. PMI_RANK and PMIX_RANK are not among them: the MPI
 #: library needs their original values.
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
@@ -104,13 +104,13 @@ def detect(environ: Mapping[str, str]) -> Process:
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _from_torch(environ)
-    # A batch script has SLURM_PROCID=0, too, but only what srun starts is in a step.
+    # A batch script has SLURM_PROCID=0, too, but only processes that srun starts are in a step.
     is_in_step = "SLURM_STEP_ID" in environ
     for launcher, names in VARIABLES.items():
         if names.rank not in environ or names.world_size not in environ:
             continue
         if launcher == _SRUN and not is_in_step:
-            continue  # a batch script, which srun has not started
+            continue  # a batch script, not started by srun
         if launcher == _HYDRA and is_in_step and names.local_rank not in environ:
             continue  # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE, as Hydra's mpirun does
         return _from_mpi_like(environ, launcher, names)
@@ -231,7 +231,7 @@ def _from_mpi_like(environ: Mapping[str, str], launcher: str, names: _Variables)
 
 
 def _first_node_of_job(environ: Mapping[str, str]) -> str:
-    """Return the first node of the Slurm job in which mpirun runs; "" outside of Slurm.
+    """Return the first node of the Slurm job of this mpirun; "" outside of Slurm.
 
     mpirun takes the job's nodes in order. The nodes of the Slurm step are not used: the step belongs to
     mpirun's daemons.

@@ -5,7 +5,7 @@
     2. local rank 0 of each node   listens on its node's address on every fabric, and stores the ports
     3. local rank 0 of each node   connects to the second node of every pair whose first node is its own, and
                                    stores the results
-    4. rank 0 of the launcher      collects all results and stores a verdict, which all ranks follow:
+    4. rank 0 of the launcher      collects all results and stores a verdict. All ranks follow it:
         Ethernet failed                the job ends
         a fast network failed          the ports at fault are excluded, and their groups use the next fastest
                                        network (with --holmes-fallback fail the job ends)
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 CONNECT_S = 5.0
 #: Seconds until the process at the other end must answer.
 ANSWER_S = 10.0
-#: Seconds until a node must have stored the ports on which it listens.
+#: Seconds until a node must have stored the ports that it listens on.
 LISTEN_S = 15.0
 #: Seconds until rank 0 must have the results of every node.
 FINDINGS_S = 25.0
@@ -60,13 +60,13 @@ FINDINGS_S = 25.0
 _VERDICT_S = 10.0
 _LEAST_WAIT_S = 0.05
 _MOST_THREADS = 16  # pairs that a node tests at the same time
-_MOST_CONNECTIONS = 1024  # of other nodes to one port of this node
-_MOST_NAMED = 3  # failures or groups that one message lists
+_MOST_CONNECTIONS = 1024  # of other nodes to a port of this node
+_MOST_NAMED = 3  # failures or groups that a message lists
 
 
 @dataclass(frozen=True)
 class NeighbourPair:
-    """Two nodes that must reach each other over a fabric."""
+    """Two nodes that must reach each other over a fabric (network)."""
 
     fabric: str
     first: str  # name of the node that connects
@@ -76,16 +76,16 @@ class NeighbourPair:
 
 
 class ConnectionAttempt(NamedTuple):
-    """Result of the connection that one node tried to open to another."""
+    """Result of the connection that a node tried to open to another node."""
 
     fabric: str
     first: str  # name of the node that tried to connect
-    second: str  # name of the node to which it tried to connect
+    second: str  # name of the node that should accept the connection
     error: str  # empty if the connection worked
 
 
 class NodeResults(NamedTuple):
-    """Results of the preflight that one node stores."""
+    """Results of a node's connection tests, as the node stores them for rank 0."""
 
     node: str
     attempts: list[ConnectionAttempt]
@@ -93,7 +93,7 @@ class NodeResults(NamedTuple):
 
 
 class PortKey(NamedTuple):
-    """A node's port on one fabric."""
+    """A node's port on a fabric (network)."""
 
     node: str
     fabric: str
@@ -175,7 +175,7 @@ def run(
 
 
 def neighbour_pairs(plan: Plan) -> list[NeighbourPair]:
-    """Return the pairs of nodes whose connection is tested, and over which fabric (network) each.
+    """Return the pairs of nodes to connect as a test, each with the fabric (network) to use.
 
     Two nodes are a pair if they have consecutive ranks in a planned process group. Each pair is
     tested over the group's fabric and over Ethernet. All ranks compute the same list.
@@ -187,7 +187,7 @@ def neighbour_pairs(plan: Plan) -> list[NeighbourPair]:
             first = plan.node_of(rank)
             second = plan.node_of(next_rank)
             if first == second:
-                continue  # ranks of one node need no network
+                continue  # ranks of the same node need no network
             groups = [ranks]
             if kind == "pipeline":  # these two ranks may get a faster group of their own
                 groups.append((rank, next_rank))
@@ -214,7 +214,7 @@ def tested_groups(plan: Plan) -> Iterable[tuple[str, tuple[int, ...]]]:
 
 
 def _fabrics_of(plan: Plan, groups: Sequence[tuple[int, ...]]) -> list[str]:
-    """Return the names of the fabrics that groups of ranks may use, with verbs or with sockets."""
+    """Return the names of the networks that groups of ranks may use, with verbs or with sockets."""
     names = []
     for ranks in groups:
         for network_api in NETWORK_APIS:
@@ -225,13 +225,13 @@ def _fabrics_of(plan: Plan, groups: Sequence[tuple[int, ...]]) -> list[str]:
 
 
 class NodeListeners:
-    """Listening sockets of this node, one for each fabric on which other nodes test it."""
+    """Listening sockets of this node: a socket for each network that other nodes test it on."""
 
     def __init__(self, site: Site, host: str, pairs: Iterable[NeighbourPair], token: str):
-        """Open a listening socket on each fabric (network) on which other nodes test this node.
+        """Open a listening socket on each fabric (network) that other nodes test this node on.
 
         Before training, each of these nodes connects, sends a line of JSON, and gets an answer:
-        {"node": host, "token": token}. In each pair, the first node connects to the second one.
+        {"node": host, "token": token}. In each pair, the first node connects to the second.
 
         Args:
             site, pairs: Addresses of all nodes, and the pairs of nodes to test.
@@ -305,7 +305,7 @@ def _test_pairs_of(
 
 
 def _addresses(site: Site, pair: NeighbourPair) -> list[str]:
-    """Return the IP addresses of both nodes on the pair's fabric; "" for a port without an address."""
+    """Return the IP addresses of both nodes on the pair's network; "" for a port without an address."""
     nodes = (pair.first, pair.second)
     return [site.node_by_name[node].port(pair.fabric).address for node in nodes]
 
@@ -359,7 +359,7 @@ def decide(
     engine: EngineTraits,
     maker: PlanMaker,
 ) -> dict[str, Any]:
-    """Decide from all connection tests which NIC ports are excluded, or that the job must end.
+    """Decide from all connection tests: return the NIC ports to exclude, or raise an error to end the job.
 
     Args:
         site, plan: The nodes with their ports, and the plan that was tested.
@@ -377,7 +377,7 @@ def decide(
     lines_on_plugins = plugins_of(site, [pair.fabric for pair in pairs])
     lines = [*_untested_fabrics(site, pairs), *lines_on_plugins]
     warnings = [result.tcp_warning for result in results if result.tcp_warning]
-    if warnings:  # one line is enough: nodes usually have the same settings
+    if warnings:  # a single line is enough: nodes usually have the same settings
         count = f" ({len(warnings)} nodes are short of it)" if len(warnings) > 1 else ""
         lines.append(f"preflight: TCP{count}: {warnings[0]}")
     attempts = [attempt for result in results for attempt in result.attempts]
@@ -444,7 +444,7 @@ def ports_at_fault(attempts: Sequence[ConnectionAttempt]) -> dict[tuple[str, str
 
 
 def _describe(site: Site, plan: Plan, pair: NeighbourPair, error: str) -> str:
-    """Return a failed connection in words: both ends, the fabric, the group that needs it, the error."""
+    """Return a failed connection in words: both ends, the network, the group that needs it, the error."""
     first = _describe_end(site, plan, pair, pair.first)
     second = _describe_end(site, plan, pair, pair.second)
     group = f"the {pair.kind} group of ranks {some_of(pair.ranks)}"
@@ -452,7 +452,7 @@ def _describe(site: Site, plan: Plan, pair: NeighbourPair, error: str) -> str:
 
 
 def _describe_end(site: Site, plan: Plan, pair: NeighbourPair, node: str) -> str:
-    """Return one end of a pair in words, e.g. "node b0 (rank 2, eth0, 10.0.0.3)"."""
+    """Return an end of a pair in words, e.g. "node b0 (rank 2, eth0, 10.0.0.3)"."""
     port = site.node_by_name[node].port(pair.fabric)
     ranks = [rank for rank in pair.ranks if plan.node_of(rank) == node]
     numbers = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
@@ -460,7 +460,7 @@ def _describe_end(site: Site, plan: Plan, pair: NeighbourPair, node: str) -> str
 
 
 def _moved_groups(before: Plan, after: Plan) -> list[str]:
-    """Return one clause for every planned group that uses another fabric in the new plan."""
+    """Return a clause for every planned group that uses another network in the new plan."""
     clauses = []
     for kind, ranks in before.groups():
         for network_api in NETWORK_APIS:  # verbs (NCCL) and sockets (gloo)
@@ -470,7 +470,7 @@ def _moved_groups(before: Plan, after: Plan) -> list[str]:
                 clauses.append(
                     f"the {kind} group of ranks {some_of(ranks)} goes over {new.name} on all its ranks"
                 )
-                break  # one clause for each group is enough
+                break  # a single clause for each group is enough
     if not clauses and before.sizes is None:  # without sizes, the plan does not know the groups
         clauses.append(
             "every group that needs it goes over the next fastest fabric that its ranks share, on all of them"
@@ -479,7 +479,7 @@ def _moved_groups(before: Plan, after: Plan) -> list[str]:
 
 
 def _untested_fabrics(site: Site, pairs: Iterable[NeighbourPair]) -> list[str]:
-    """Return one line for every fast fabric with ports that have no IP address: sockets cannot test those."""
+    """Return a line for every fast network with ports that have no IP address: sockets cannot test those."""
     ports_without_address: dict[str, dict[str, str]] = defaultdict(dict)  # fabric -> node -> port
     for pair in pairs:
         for node in (pair.first, pair.second):
@@ -490,7 +490,7 @@ def _untested_fabrics(site: Site, pairs: Iterable[NeighbourPair]) -> list[str]:
     lines = []
     for fabric, port_of in ports_without_address.items():
         node, port_name = next(iter(port_of.items()))
-        more = len(port_of) - 1  # the message names one node, and counts the others
+        more = len(port_of) - 1  # the message names the first node, and counts the others
         verb = "nodes have" if more > 1 else "node has"
         others = f", and {more} more {verb} none" if more else ""
         lines.append(

@@ -1,4 +1,4 @@
-"""Starts holmes on one rank, before the first line of the training script runs.
+"""Starts holmes on a rank, before the first line of the training script runs.
 
     1. This rank reports its node, NICs, flags and versions (exchange.py).
     2. Rank 0 makes the plan from all reports; every rank gets it.
@@ -71,7 +71,7 @@ def start(
         process: This process, as the launcher numbered it.
         agreed: Values that must be the same on all ranks, in addition to flags and versions.
         failure: An error that this rank has met before. It ends the job on all ranks.
-        environ: The environment variables, of which RANK and others are changed.
+        environ: The environment variables. RANK and others are changed.
 
     Returns:
         The session, and lines for the user.
@@ -158,14 +158,14 @@ def _open_store(
 
     Args:
         process: This rank, as its launcher numbered it.
-        report: This rank's report, which the caller sends to rank 0 later. Here only its key
+        report: This rank's report. The caller sends it to rank 0 later. Here only its key
             "error" matters: the message of a failure that has already happened on this rank.
         timeout_s: Seconds to wait for the store.
         silent_store: Message of the error if the store accepts connections and does not answer.
 
     Raises:
-        HolmesError: The store cannot be reached. The message is report["error"], if there is one,
-            because it cannot be reported any more.
+        HolmesError: The store cannot be reached. The message is report["error"], if the report has
+            this key, because it cannot be reported any more.
     """
     patience_s = _ERROR_SECONDS if "error" in report else timeout_s
     # open_store() may wait twice: until the host listens, and until the store answers.
@@ -184,7 +184,7 @@ def _make_verdict(request: JobRequest, nodes: list[NodeReport]) -> dict[str, Any
     The document is the "verdict": rank 0 decides how the job starts, and sends the decision to all.
 
     Args:
-        request: Options and files of the job, from which the plan is made.
+        request: Options and files of the job. The plan is made from them.
         nodes: NICs and processes of each node.
 
     Returns:
@@ -217,7 +217,7 @@ def _make_verdict(request: JobRequest, nodes: list[NodeReport]) -> dict[str, Any
 def _set_rank(
     environ: MutableMapping[str, str], process: launcher.Process, rank: int, processes: int
 ) -> None:
-    """Set the environment variables from which the training script reads its rank."""
+    """Set the environment variables that tell the training script its rank."""
     if process.launcher != launcher.NONE:
         environ.update(launcher.exported(process, rank, processes))
     for name in launcher.RANK_VARIABLES:
@@ -238,12 +238,12 @@ def _own_report(
         request: Options and files of the job. The files are read here.
         process: This rank, as its launcher numbered it.
         agreed: Further values that must be the same on all ranks: name -> value.
-        failure: An earlier error of this rank, which is reported; None if there was none.
+        failure: An earlier error of this rank, to be reported; None if there was none.
         environ: Environment variables.
 
     Returns:
-        "node", "identity" and "local_rank". Also "agreed": flags, digests of files and versions, which
-        must be the same on all ranks. On local rank 0 also "nics_of_node". Or "error": a message.
+        "node", "identity" and "local_rank". Also "agreed": flags, digests of files and versions: they must be
+        the same on all ranks. On local rank 0 also "nics_of_node". Or "error": a message.
     """
     report: dict[str, Any] = {
         "node": node_name(environ),
@@ -278,7 +278,7 @@ def _own_report(
 
 
 def _absent_nodes(spec: SiteSpec | None, site: Site) -> list[str]:
-    """Return a line that names nodes of cluster.toml which are not in this job; no line if all are."""
+    """Return a line that names nodes of cluster.toml that are not in this job; no line if all are."""
     if spec is None:
         return []
     present = {node.name for node in site.nodes}
@@ -295,7 +295,7 @@ def _lost_nics(reports: list[NodeReport], site: Site) -> list[str]:
 
     "Lost" means all three: the job lacks at least a part of the rate of such a NIC. "Declared" is
     the rate in cluster.toml, the user's description of the cluster. The plan uses that rate even if
-    the NIC reports a lower one.
+    the NIC reports a lower rate.
 
     Args:
         reports: NICs of each node, as the node sees them.
@@ -320,7 +320,8 @@ def _lost_nics(reports: list[NodeReport], site: Site) -> list[str]:
     is_derived_from_nics = site.source == Site.source
     if is_derived_from_nics:
         for report in reports:
-            # skipped: why holmes does not use a NIC at all, such as a virtual one; "" if it does.
+            # skipped: the reason why holmes does not use a NIC at all, e.g. a virtual NIC; "" if it
+            # does.
             fast_nics = [nic for nic in report.nics if nic.kind != "ethernet" and not nic.skipped]
             if fast_nics and not any(nic.up for nic in fast_nics):
                 first = fast_nics[0]

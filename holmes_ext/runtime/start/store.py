@@ -30,10 +30,10 @@ from holmes_ext.runtime.start.launcher import Process
 
 #: Seconds that a thread that runs beside the training waits for an answer of the store.
 STORE_S = 10.0
-#: Seconds after which such a thread has ended when it is stopped. It must end before the interpreter does: a
+#: Seconds until such a thread has ended when it is stopped. It must end before the interpreter does: a
 #: thread that returns from the store later would abort the process (status 134).
 ENDED_S = STORE_S + 5.0
-_CONNECT_S = 5.0  # seconds of one try to connect to the store's host
+_CONNECT_S = 5.0  # seconds of a try to connect to the store's host
 _RETRY_S = 0.02  # seconds between two tries
 _LEAST_WAIT_S = 0.1
 _LENGTH_BYTES = 4  # of the length before each entry that append_entry() adds
@@ -95,7 +95,7 @@ def connect(process: Process, timeout_s: float, is_host: bool = False) -> Any:
         is_master=is_host,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        multi_tenant=True,  # stores of one process at one address share a server
+        multi_tenant=True,  # stores of a process at the same address share a server
     )
 
 
@@ -124,7 +124,9 @@ def until_gone(process: Process, store: Any) -> Iterator[None]:
             store.set("holmes/leave/all", b"1")
     elif process.world_size > 1 and not process.agent_store:
         store.get("holmes/leave/all")  # step 3: get() waits for the key
-    del store  # this function's reference, so that the caller can drop the last one in the block
+    del (
+        store
+    )  # this function's reference, so that the caller can drop the last reference in the block
     yield
     if connection is not None:
         with connection, suppress(OSError):
@@ -135,7 +137,7 @@ def wait_for_value(store: Any, key: str, seconds: float) -> bytes:
     """Return the value of a key as soon as the key is set; b"" if it is not set within `seconds`.
 
     The store's own timeout is set to this limit, and restored afterwards. Only get() is called, which waits
-    by itself: it needs one message less than wait() and get(), and there may be thousands of ranks.
+    by itself: it needs a message less than wait() and get(), and there may be thousands of ranks.
 
     Raises:
         RuntimeError: The store is lost (torch.distributed.DistError).
@@ -152,14 +154,14 @@ def wait_for_value(store: Any, key: str, seconds: float) -> bytes:
 
 
 def append_entry(store: Any, key: str, entry: bytes, count: int, total: int) -> None:
-    """Append an entry to a list in the store, from which collect_entries() reads.
+    """Append an entry to a list in the store; collect_entries() reads the list.
 
     Args:
         store: The job's store.
         key: Prefix of the list's keys.
         entry: Content of the entry.
-        count: Number of ranks for which the entry stands.
-        total: Number of ranks after which the list is complete.
+        count: Number of ranks that the entry stands for.
+        total: Number of ranks that a complete list stands for.
     """
     store.append(f"{key}/entries", len(entry).to_bytes(_LENGTH_BYTES, "big") + entry)
     if store.add(f"{key}/count", count) >= total:
@@ -229,7 +231,7 @@ def leave_layers(store: Any, layers: str, sizes: Sizes) -> None:
 
 
 def left_layers(store: Any) -> tuple[str, Sizes | None]:
-    """Return the layers of each pipeline stage that the job's previous start left for this one.
+    """Return the layers of each pipeline stage that the job's previous start left for this start.
 
     With --holmes-restart auto, a job may end to be started again with other numbers of layers per
     stage. Before its end, it writes these numbers into the store by leave_layers(). torchrun keeps

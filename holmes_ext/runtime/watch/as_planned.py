@@ -3,8 +3,8 @@
 holmes has made the plan before the job started. Compared are:
 
     groups       the network of each process group (environment variables such as GLOO_SOCKET_IFNAME, or
-                 options of NCCL, can choose another one)
-    reductions   whether gradients are reduced hierarchically ("hierarchically") or by one ring
+                 options of NCCL, can choose another network)
+    reductions   whether gradients are reduced hierarchically ("hierarchically") or by a single ring
                  all-reduce, and whether during the last backward pass or after it
     in flight    the micro-batches that each pipeline stage begins before its first backward pass
 
@@ -23,8 +23,9 @@ from holmes_ext.runtime.measure.operations import kind_of
 from holmes_ext.runtime.session import DoneReduction, Session
 from holmes_ext.words import some_of, tell_user
 
-#: Number of training steps after which the comparison is made. One step is not enough: in the first step,
-#: DeepSpeed's pipeline engine runs its own schedule, since holmes does not know the messages' shapes yet.
+#: Number of training steps after which the comparison is made. A single step is not enough: in the first
+#: step, DeepSpeed's pipeline engine runs its own schedule, since holmes does not know the messages' shapes
+#: yet.
 COMPARED_STEP = 2
 #: Whether a reduction is hierarchical -> words for it.
 _HOW_SUMMED = {True: "hierarchically", False: "in one ring"}
@@ -35,13 +36,13 @@ _WHEN_SUMMED = {True: "under the last backward pass", False: "after the backward
 class Difference(NamedTuple):
     """Difference between the job and its plan."""
 
-    # A sentence. It contains no rank, so that it is the same on all ranks and can be printed by one of them.
+    # A sentence. It contains no rank, so that it is the same on all ranks, and any rank can print it for all.
     text: str
     is_explained: bool = False  # whether a message of holmes has already given the reason
 
 
 class Comparison:
-    """Compares what a job does with its plan, once, after the second training step.
+    """Comparison of a running job with its plan, made once, after the second training step.
 
     Compared are the network of each process group, how gradients are reduced, and the micro-batches
     in flight. Differences are printed, and written for `holmes report`.
@@ -51,15 +52,15 @@ class Comparison:
         """Prepare the comparison. Nothing is compared yet.
 
         Args:
-            current: The state of holmes in this process, which has the plan and records what the job does.
-            put: Called once, with the result as a JSON document, which `holmes report` reads.
+            current: The state of holmes in this process. It has the plan, and records groups and reductions.
+            put: Called once, with the result as a JSON document. `holmes report` reads it.
         """
         self.current = current
         self.put = put
         self.steps = 0
 
     def step_done(self) -> None:
-        """Count a finished training step. After the second one, compare the job with its plan.
+        """Count a finished training step. After the second step, compare the job with its plan.
 
         holmes has made the plan before the start: networks, reductions, micro-batches in flight. All
         differences go into the report. Those with a reason that holmes has printed already are not printed.
@@ -79,7 +80,7 @@ class Comparison:
 def _is_first_to_report(current: Session, text: str) -> bool:
     """Return whether this rank is the first of the job that found a difference from the plan.
 
-    Only the first rank prints a difference. The job's key-value store decides which rank is first.
+    Only the first rank prints a difference. The job's key-value store decides between the ranks.
     If there is no store, or it fails, True is returned on each rank.
 
     Args:
@@ -113,7 +114,7 @@ def summary(current: Session) -> dict[str, Any]:
     rows = []
     for ranks, reduction in current.reductions.items():
         stage = current.plan.stage_of(ranks)
-        if stage is not None:  # None: the ranks are not the replicas of one stage
+        if stage is not None:  # None: the ranks are not the replicas of a single stage
             rows.append([stage, reduction.hierarchical, reduction.overlap])
     return {"reductions": sorted(rows), "in_flight": list(current.in_flight)}
 
@@ -122,7 +123,7 @@ def find_differences(current: Session) -> Iterator[Difference]:
     """Yield the differences between the job and its plan: networks, reductions, micro-batches in flight.
 
     Args:
-        current: The state of holmes in this process, which has the plan and records what the job does.
+        current: The state of holmes in this process. It has the plan, and records groups and reductions.
     """
     sizes = current.plan.sizes
     world = current.plan.world_size
@@ -156,9 +157,9 @@ def _stage(current: Session, ranks: Iterable[int]) -> str:
 
 
 def _reduction_difference(reduction: DoneReduction) -> str:
-    """Return how a reduction of gradients differed from the planned one, or "" if it did not.
+    """Return how a reduction of gradients differed from the plan, in words; "" if it did not.
 
-    Two things are compared: whether it was hierarchical ("hierarchically") or one ring, and whether it
+    Two things are compared: whether it was hierarchical ("hierarchically") or a single ring, and whether it
     overlapped the backward pass as planned. An overlap that was not planned is no difference: the framework
     may overlap reductions by itself.
     """
@@ -191,7 +192,7 @@ def _missing_reduction(current: Session) -> str:
     sizes = plan.sizes
     engine = current.engine
     if sizes is None or not engine.name or not plan.traffic or not current.groups:
-        return ""  # not enough is known of the job to say what was planned
+        return ""  # not enough is known of the job to find its planned reduction
     stage = sizes.stage(current.rank)
     backend = current.groups[0].backend  # e.g. "gloo"
     # The plan has decisions for verbs (NCCL) and for sockets (gloo). For backends that choose their networks
@@ -206,7 +207,7 @@ def _missing_reduction(current: Session) -> str:
     if current.keeps_own_reduction:  # ZeRO 3
         return ""  # the user has been told already that DeepSpeed reduces by itself
     is_recorded = any(plan.stage_of(ranks) == stage for ranks in current.reductions)
-    # The data- and context-parallel ranks, over which this rank's gradients are reduced.
+    # This rank's gradients are reduced over its data- and context-parallel ranks.
     group = {other for axis in ("dp", "cp") for other in sizes.group(current.rank, axis)}
     # A group inside one node has no planned network: holmes leaves its reduction to the framework.
     has_network = current.fabric_of(group, backend) is not None
@@ -225,8 +226,8 @@ def _in_flight_difference(current: Session) -> str:
     """
     plan = current.plan
     if plan.sizes is None or not plan.traffic or not current.groups:
-        return ""  # not enough is known of the job to say what was planned
-    # A plan has one part for each way to reach a network: verbs for NCCL, sockets for gloo. A backend that
+        return ""  # not enough is known of the job to find the planned numbers
+    # A plan has a part for each way to reach a network: verbs for NCCL, sockets for gloo. A backend that
     # chooses its networks itself is planned like sockets.
     network_api = network_api_of(current.groups[0].backend) or SOCKETS
     # For each stage its number, e.g. (3, 1); empty if the framework uses its own schedule.

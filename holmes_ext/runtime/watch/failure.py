@@ -5,8 +5,8 @@ be the cause.
 
     1. A rank dies. Its neighbours in the ring see their connections close, and end.
     2. The neighbours of these ranks see the same, and so on. Only the first failure helps the user.
-    3. So each rank puts its message into the job's key-value store, unless one is there. Every later rank
-       prints the first message, too.
+    3. So each rank puts its message into the job's key-value store, unless it has a message already. Every
+    later rank prints the first message, too.
     4. The cause is looked for in the kernel (nics.py): links and error counters of this node's NICs, and
        connections to the neighbours.
 
@@ -73,7 +73,7 @@ _ADDRESS = re.compile(r"\[?([0-9]+(?:\.[0-9]+){3}|[0-9a-fA-F]*(?::[0-9a-fA-F]*){
 def describe_failure(
     gradients: str, ranks: Sequence[int], fabric: Fabric | None, error: str
 ) -> str:
-    """Return a one-line message about a failed reduction of gradients.
+    """Return a message (one line) about a failed reduction of gradients.
 
     The message names:
         - this rank and its node
@@ -87,7 +87,7 @@ def describe_failure(
     Args:
         gradients: The gradients that were reduced, e.g. "bucket 0 of 8".
         ranks: The members of the process group.
-        fabric: The network of the group, or None if holmes has not planned one for it.
+        fabric: The network of the group, or None if holmes has not planned it.
         error: The message of the transport (gloo or NCCL).
     """
     import torch.distributed as dist
@@ -100,7 +100,7 @@ def describe_failure(
         f"the reduction of {gradients} failed over {where} in the group of ranks {some_of(ranks)}"
         f"{lost_node}: {_first_text_line(error)}"
     )
-    # If another rank has reported bad input before, its message is returned, which begins with INPUT
+    # If another rank has reported bad input before, its message is returned. It begins with INPUT
     # ("holmes: "). The prefix is removed: the caller's exception is printed with it.
     return _with_first_failure(reporter, failure).removeprefix(INPUT)
 
@@ -109,8 +109,8 @@ def explain(error: BaseException) -> str | None:
     """Return a one-line message to print instead of the traceback of an error that ends this rank.
 
     For every error, this function also stores a text in the job's store, unless another rank has
-    stored one before. When this rank ends, the other ranks only see closed connections. They then
-    read the text from the store and print it as the cause.
+    done so before. When this rank ends, the other ranks only see closed connections. They then read
+    the text from the store and print it as the cause.
 
     Returns:
         Communication failed: a message with the probable cause. If another rank has ended before
@@ -128,7 +128,9 @@ def explain(error: BaseException) -> str | None:
     if is_of_communication or isinstance(error, dist.DistError):
         return broken("communication", text)  # finds the probable cause; also stores its message
     mine = f"{me(current)}: {type(error).__name__}: {_first_text_line(text)}"
-    _store_first_message(mine)  # for the other ranks; what was stored before does not matter here
+    _store_first_message(
+        mine
+    )  # for the other ranks; an earlier message in the store does not matter here
     # ENOSPC: no space is left. EDQUOT: the user's quota is used up.
     is_disk_full = (
         isinstance(error, OSError)
@@ -141,9 +143,9 @@ def explain(error: BaseException) -> str | None:
 def broken(operation: str, error: str) -> str:
     """Return a one-line message that `operation` failed, with this rank, the lost node and the error.
 
-    The message ends with the first failure that any rank of the job has reported, if that is another one. If
-    a rank has ended before because of bad input of the user (a wrong flag or file), only that rank's message
-    is returned: it is the cause. It begins with INPUT ("holmes: "), by which the caller recognizes it.
+    The message ends with the first failure that any rank of the job has reported, if that is another failure.
+    If a rank has ended before because of bad input of the user (a wrong flag or file), only that rank's
+    message is returned: it is the cause. The caller recognizes it by its beginning, INPUT ("holmes: ").
 
     Args:
         operation: The failed operation in words, e.g. "communication".
@@ -160,14 +162,14 @@ def broken(operation: str, error: str) -> str:
 def describe_nccl_failure() -> str | None:
     """Return a one-line message if NCCL has failed in a process group of this rank, else None.
 
-    The message names NCCL's error and the other members of the group, one of which may be lost. torch aborts
+    The message names NCCL's error and the other members of the group: any of them may be lost. torch aborts
     the process after a failure of NCCL, without a Python exception, so no traceback names the group.
     """
     current = session.active()  # the state of holmes in this process
     failures = nccl_failures()
     if current is None or not failures:
         return None
-    # A lost rank may make several groups fail. The smallest one has the fewest candidates for it.
+    # A lost rank may make several groups fail. The smallest group has the fewest candidates for it.
     ranks, error = min(failures, key=lambda failure: len(failure.ranks))
     others = [rank for rank in ranks if rank != current.rank]
     distinct_nodes = dict.fromkeys(current.plan.node_of(rank) for rank in others)
@@ -178,8 +180,8 @@ def describe_nccl_failure() -> str | None:
     else:
         cause = f"{one_of}node {nodes} (rank {some_of(others)}) is lost"
     text = f"communication failed; {cause}: NCCL's {error} in the group of ranks {some_of(ranks)}"
-    # me() names this rank and its node. _with_first_failure() adds the job's first failure, which
-    # some rank has stored, as the probable cause. If that failure was bad input of the user, it
+    # me() names this rank and its node. _with_first_failure() adds the job's first failure, as some
+    # rank has stored it, as the probable cause. If that failure was bad input of the user, it
     # returns only its message, with the prefix INPUT ("holmes: "). The prefix is removed: the
     # caller adds it.
     return _with_first_failure(me(current), text).removeprefix(INPUT)
@@ -209,7 +211,7 @@ def _with_first_failure(reporter: str, failure: str) -> str:
 
 
 def note(mine: str) -> None:
-    """Put a message about bad input, with which this rank ends, into the job's store for the other ranks."""
+    """Store a message about bad input, which ends this rank, for the other ranks to print."""
     _store_first_message(INPUT + mine)
 
 
@@ -219,16 +221,16 @@ def with_first(mine: str) -> str:
 
 
 def _both(mine: str, first: str) -> str:
-    """Return this rank's failure message, followed by the job's first one if that is different."""
+    """Return this rank's failure message, followed by the job's first if that is different."""
     return mine if first == mine else f"{mine}; first seen as: {first}"
 
 
 def _describe_suspects() -> str:
     """Return NICs that may have caused a failure, e.g. "; NIC roce0 of node b1 has no link".
 
-    Each NIC of this node is named that has no link, or more errors than at the start of the job. If
-    all of them have a link, neighbouring nodes that do not answer are named, too. "" if there are
-    none.
+    These are the NICs of this node without a link, and those with more errors than at the start of
+    the job. If all of them have a link, neighbouring nodes that do not answer are named, too. "" if
+    nothing is suspect.
     """
     current = session.active()
     if current is None or not current.groups:
@@ -251,7 +253,7 @@ def _describe_suspects() -> str:
 
 
 def _lost_node(error: str, ranks: Sequence[int]) -> str:
-    """Return which node was lost, in words, e.g. "; node b1 (rank 3) is lost at its roce0".
+    """Return the lost node in words, e.g. "; node b1 (rank 3) is lost at its roce0".
 
     "" is returned if the error contains no address of a node.
 
@@ -287,7 +289,7 @@ def _store_first_message(mine: str) -> str:
     If this rank is the first, or the job's store does not answer, `mine` is returned.
 
     Args:
-        mine: The message of this rank. It is put into the store if no rank has put one there before.
+        mine: The message of this rank. It is put into the store if the store has no message yet.
     """
     import torch.distributed as dist
 
@@ -322,7 +324,7 @@ class NicWatch:
         The thread polls once a second, and reports NICs that fail or recover, and failures of NCCL.
 
         Args:
-            patience_s: Seconds after which a NIC that stays failed ends the process. 0: never.
+            patience_s: Seconds that a NIC may stay failed before the process ends. 0: for ever.
             trouble: Returns the problem of a NIC in words; "" if it works. Tests pass a stand-in.
             end: Called with a message to end the process. None: print the message and exit with status 2.
         """
@@ -442,7 +444,7 @@ class NicWatch:
             _tell(hint)
 
     def _tell_once(self, current: session.Session, line: str) -> None:
-        """Print a message on one rank of this node: local rank 0."""
+        """Print a message on a single rank of this node: local rank 0."""
         if current.process.local_rank == 0:
             _tell(line)
 

@@ -5,10 +5,10 @@
     FILE.prom   the same text in a file, for the textfile collector of node_exporter. The file is replaced as
                 a whole, at most once a second, and when the job ends.
 
-Most values come from the documents that telemetry_file.py makes of training steps and of outer rounds, in
-which jobs that are joined by --holmes-join exchange pseudo-gradients. The state of a NIC is read when
-Prometheus asks for it. Counters begin at the start of the job. The package prometheus_client is optional:
-pip install 'holmes_ext[metrics]'.
+Most values come from the documents that telemetry_file.py makes of training steps and of outer rounds. In an
+outer round, jobs that are joined by --holmes-join exchange pseudo-gradients. The state of a NIC is read when
+Prometheus asks for it. Counters begin at the start of the job. The package prometheus_client is optional: pip
+install 'holmes_ext[metrics]'.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Family(NamedTuple):
     """A metric of Prometheus. If its name ends in _total, it is a counter, else a gauge."""
 
     help: str
-    labels: tuple[str, ...] = ()  # beside "node" and "cluster", which all metrics have
+    labels: tuple[str, ...] = ()  # beside "node" and "cluster": all metrics have these
 
 
 class Sample(NamedTuple):
@@ -118,14 +118,12 @@ class Collector:
         self._lock = threading.Lock()  # telemetry's thread and Prometheus's requests use the values
 
     def take(self, document: dict[str, Any]) -> None:
-        """Update the metrics by one line of the telemetry file.
+        """Update the metrics by a line of the telemetry file.
 
         Args:
-            document: The line, as a JSON object. One of these keys says what the line describes;
-                lines with none of them are ignored:
-                "step": a training step.
-                "plan": a change of the running job's plan.
-                "outer": an outer round, in which joined jobs exchange pseudo-gradients.
+            document: The line, as a JSON object. It describes the value of one of these keys; lines
+                with none of them are ignored: "step": a training step. "plan": a change of the
+                running job's plan. "outer": an outer round: joined jobs exchange pseudo-gradients.
         """
         with self._lock:
             if "step" in document:
@@ -135,7 +133,7 @@ class Collector:
                 predicted_step_s = change["then_s"]  # predicted seconds of a step after the change
                 self._values["holmes_plan_predicted_step_seconds", ()] = predicted_step_s
                 in_flight = "+".join(map(str, change["in_flight"]))
-                # The label says what has changed: how gradients are reduced ("sums"), or the
+                # The label names the change: how gradients are reduced ("sums"), or the
                 # micro-batches in flight of each pipeline stage (e.g. "3+1" for two stages).
                 self._add("plan_changes", 1, "sums" if change.get("sums") else in_flight)
             elif "outer" in document:
@@ -157,7 +155,7 @@ class Collector:
         self._add("steps", 1)
         self._add("step_seconds", seconds)
         self._add("tokens", document["tokens"])
-        # A row has sums over the operations of one kind of process group, such as "data", on one network.
+        # A row has sums over the operations of a kind of process group, such as "data", on one network.
         # `where` is "inside" or "across" clusters. There is no metric for the bytes of their tensors.
         for kind, fabric, where, operations, _payload, sent, busy, exposed in document["groups"]:
             labels = (kind, where, fabric)
@@ -221,14 +219,14 @@ def _current_samples(current: session.Session) -> Iterator[Sample]:
             yield Sample("holmes_nic_bytes_total", (interface,), count)
     rates = {fabric.name: fabric.rate_bps for fabric in current.site.fabrics}
     for port in ports:
-        # The lab (holmes_lab) emulates networks on one machine. They carry this multiple of their stated
+        # The lab (holmes_lab) emulates networks on a single machine. They carry this multiple of their stated
         # rates; 1 on real networks.
         rate_bps = rates[port.fabric] * lab_scale(os.environ)
         yield Sample("holmes_fabric_bits_per_second", (port.fabric,), rate_bps)
 
 
 class Metrics:
-    """Metrics of this process, which are exported through a port or a file."""
+    """Metrics of this process and their export, through a port or into a file."""
 
     def __init__(
         self,
@@ -237,13 +235,13 @@ class Metrics:
         write: Callable[[], None] | None,
         shut: Callable[[], None],
     ):
-        """Combine a collector of metrics with the port or file through which they are exported.
+        """Combine a collector of metrics with the port or file of their export.
 
         Args:
             collector: Holds the values.
             destination: URL of the port, or path of the file, for messages.
             write: Writes the file; None if a port is open.
-            shut: Closes the port, if one is open.
+            shut: Closes the port; does nothing for a file.
         """
         self.destination = destination
         self._collector = collector
@@ -342,7 +340,7 @@ def open_metrics(options: Options, process: Process) -> Metrics | None:
 
 
 def _answer(guest: Guest, metrics_text: Callable[[], bytes]) -> None:
-    """Answer one HTTP request: metrics for GET or HEAD of /metrics, an error for others.
+    """Answer an HTTP request: metrics for GET or HEAD of /metrics, an error for others.
 
     Args:
         guest: Connection of the client.

@@ -15,7 +15,7 @@ abort methods and calls mark_aborted_by_program(). Marked groups are not reporte
 
 This module also tells the user where to find the dumps of torch's flight recorder (dump_hint), and how to
 read them. The flight recorder is a buffer in every rank with the rank's last collectives and messages. When
-NCCL fails or times out, torch dumps the buffer to a file on the rank's node. Which part of torch does so
+NCCL fails or times out, torch dumps the buffer to a file on the rank's node. The part of torch that does so
 depends on the backend of a process group:
 
     "nccl" of torch 2.13 and 2.14, and "nccl-legacy"
@@ -43,10 +43,10 @@ from packaging.version import Version
 from holmes_ext.runtime.backend import group_ranks
 
 _OLDEST_TORCH = Version("2.13")
-#: Values, in lower case, with which an environment variable of torch switches a feature off.
+#: Values, in lower case, that switch a feature of torch off in an environment variable.
 _OFF = ("0", "n", "no", "f", "false")
 
-# Each tuple lists the environment variables of one setting. torch renamed some variables from TORCH_NCCL_* to
+# Each tuple lists the environment variables of a setting. torch renamed some variables from TORCH_NCCL_* to
 # TORCH_FR_* and still reads the old names. The new name comes first and takes precedence if both are set.
 #: Operations that the buffer holds; 0 switches the flight recorder off.
 _BUFFER_SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -75,7 +75,7 @@ def dump_hint(rank: int, environ: Mapping[str, str] = os.environ) -> str:
     is_supported_torch = Version(torch.__version__) >= _OLDEST_TORCH
     if not is_supported_torch or not dist.is_nccl_available():
         return ""
-    # The variables have a new and an old name; the first one that is set counts.
+    # The variables have a new and an old name; the first that is set counts.
     buffer_size = _first_value(environ, _BUFFER_SIZE_VARIABLES, default="2000")
     if buffer_size == "0":  # the flight recorder is off
         return ""
@@ -114,7 +114,7 @@ def _dumps_on_failure(group: Any, backend: Any, environ: Mapping[str, str]) -> b
 
 
 def _default_path(environ: Mapping[str, str]) -> str:
-    """Return torch's default path of a dump, to which torch appends the rank.
+    """Return torch's default path of a dump. torch appends the rank to it.
 
     The file is in the user's cache folder: $XDG_CACHE_HOME, or $HOME/.cache if that variable is not set.
     """
@@ -141,7 +141,7 @@ def _first_value(environ: Mapping[str, str], variables: tuple[str, ...], default
     return default
 
 
-#: ID under which holmes registers its abort hook with each backend ("HOLM" in ASCII). It must differ from the
+#: ID of holmes's abort hook in each backend ("HOLM" in ASCII). It must differ from the
 #: IDs of torch's abort hooks.
 _HOOK_ID = 0x484F4C4D
 #: Longest time that the exit of the process waits for a running abort hook, in seconds.
@@ -230,8 +230,8 @@ def register_abort_hook(group: Any) -> None:
 def set_failure_callback(on_failure: Callable[[], None] | None) -> None:
     """Set the function that the abort hooks call when NCCL fails.
 
-    The function runs in a thread of torch, which aborts the process after the function has returned. Several
-    threads may call it, one after another, because of the same failure.
+    The function runs in a thread of torch. When it returns, the thread aborts the process. Several threads
+    may call it in turn because of the same failure.
 
     Args:
         on_failure: The function. None stops the reports: the abort hooks then do nothing.

@@ -38,9 +38,10 @@ _BYTES_PER_DATA_UNIT = 4  # of the InfiniBand counters port_xmit_data and port_r
 
 #: Seconds until a neighbour's kernel must answer.
 PROBE_S = 3.0
-#: TCP port "discard" to which neighbours are connected. It is nearly always closed, so the kernel refuses.
+#: TCP port "discard", for connection attempts to neighbours. It is nearly always closed, so the kernel
+#: refuses.
 _PROBED_PORT = 9
-#: Most ports of neighbours to which connections are tried, all at the same time and each in a thread.
+#: Most ports of neighbours for connection attempts, all at the same time and each in a thread.
 _MOST_PROBES = 8
 #: Error counters below /sys/class/net/INTERFACE. If they grow, the link is bad.
 _NET_COUNTERS = (
@@ -93,7 +94,7 @@ def trouble(port: Port) -> str:
 def _interface_trouble(name: str) -> str:
     """Return why a network interface cannot carry data, in words; "" if it can.
 
-    The kernel is asked for the interface's flags (SIOCGIFFLAGS, netdevice(7)), which any socket can do.
+    The kernel returns the interface's flags through any socket (SIOCGIFFLAGS, netdevice(7)).
     """
     request = _IFREQ.pack(name.encode()[:_LONGEST_NAME], 0)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -110,7 +111,7 @@ def _interface_trouble(name: str) -> str:
 
 
 def _hca_folder(hca: str) -> Path:
-    """Return the sysfs folder of an HCA's port, which is written as "mlx5_0:1"; the default port is 1."""
+    """Return the sysfs folder of an HCA's port. `hca` is "mlx5_0:1"; without ":1", the port is 1."""
     device, _, number = hca.partition(":")
     sysfs = Path(os.environ.get("HOLMES_SYSFS") or "/sys")
     return sysfs / "class/infiniband" / device / "ports" / (number or "1")
@@ -152,7 +153,7 @@ def remember_counters(current: Session) -> None:
 
 
 def grown(now: dict[str, dict[str, int]], port: Port) -> str:
-    """Return which error counters of a port have grown since the start of the job, in words.
+    """Return the growth of a port's error counters since the start of the job, in words.
 
     Args:
         now: The result of counters().
@@ -161,7 +162,7 @@ def grown(now: dict[str, dict[str, int]], port: Port) -> str:
     Returns:
         E.g. "carrier_down_count +1, tx_errors +3"; "" if none has grown.
     """
-    before = _at_start.get(port.name, {})  # what remember_counters() has stored
+    before = _at_start.get(port.name, {})  # as remember_counters() has stored them
     increases = []
     for name, value in now.get(port.name, {}).items():
         increase = value - before.get(name, value)  # 0 for a counter that was not stored
@@ -198,7 +199,7 @@ def describe_port(node: Node, port: Port) -> str:
 
 
 class _Target(NamedTuple):
-    """NIC of a neighbouring node on one fabric, which is tested."""
+    """Neighbouring node to test, and the fabric (network) to use."""
 
     node: str
     fabric: str
@@ -249,7 +250,7 @@ def unreachable(current: Session) -> list[str]:
 
 
 def _neighbour_ports(current: Session) -> dict[_Target, Port]:
-    """Return the NIC ports of neighbouring nodes to which unreachable() tries to connect.
+    """Return the NIC ports of neighbouring nodes that unreachable() tries to connect to.
 
     Neighbours are the previous and the next rank in each process group of this rank. A neighbour is tried
     over the fabric of the group, and over Ethernet. If there are more than _MOST_PROBES ports, only those of
@@ -262,7 +263,7 @@ def _neighbour_ports(current: Session) -> dict[_Target, Port]:
     for record in current.groups:
         fabric = record.transport.fabric
         if fabric not in current.node.fabrics or current.rank not in record.ranks:
-            continue  # a group inside the node, or one without this rank
+            continue  # a group inside the node, or without this rank
         position = record.ranks.index(current.rank)
         previous_rank = record.ranks[position - 1]
         next_rank = record.ranks[(position + 1) % len(record.ranks)]

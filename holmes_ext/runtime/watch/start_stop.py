@@ -65,7 +65,7 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
         Lines for the user.
     """
     has_other_ranks = current.process.world_size > 1
-    # (factor, floor in seconds) by which a step is late; None if the watchdog is off.
+    # (factor, floor in seconds) that make a step late; None if the watchdog is off.
     watchdog_limits = current.options.watchdog_limits if has_other_ranks else None
     _Running.metrics = metrics
     # Registers the functions of extensions, such as --holmes-adapt. follow_steps() below looks for
@@ -103,7 +103,7 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
 
 
 def stop(reason: str = "training is over") -> None:
-    """Stop telemetry, the watchdog and the watch over NICs, and write what is recorded.
+    """Stop telemetry, the watchdog and the watch over NICs, and write all records.
 
     Operations that are not over get _SETTLE_S seconds to end before that.
 
@@ -135,10 +135,10 @@ def stop(reason: str = "training is over") -> None:
 
 
 def watch_nics(patience_s: float) -> None:
-    """Start the watch over this node's NICs, in place of one that runs.
+    """Start the watch over this node's NICs, in place of a running watch.
 
     Args:
-        patience_s: Seconds after which a failed NIC ends the process. 0: never.
+        patience_s: Seconds that a NIC may stay failed before the process ends. 0: for ever.
     """
     unwatch_nics()
     _Running.nics = NicWatch(patience_s)
@@ -153,7 +153,7 @@ def unwatch_nics() -> None:
 
 
 def hook_optimizers(recorder: telemetry.Recorder) -> None:
-    """Install torch's optimizer hooks, which time each optimizer step and count the training steps.
+    """Install torch's optimizer hooks: they time each optimizer step and count the training steps.
 
     Args:
         recorder: Collects the telemetry of this process. It ignores these counts of training steps if it
@@ -187,7 +187,7 @@ def compare_with_plan(current: Session) -> None:
     Differences are printed, and are written into the telemetry of this process, if that is on.
 
     Args:
-        current: The state of holmes in this process, which has the plan and records what the job does.
+        current: The state of holmes in this process. It has the plan, and records groups and reductions.
     """
     from torch.optim import optimizer
 
@@ -233,15 +233,15 @@ def _make_watchdog(
     host: int | None = plan.first_rank(first_node)
     if process.agent_store:
         host = None  # torchrun's agent hosts the store
-    # The lab (holmes_lab) emulates a cluster's networks on one machine. They carry this multiple of their
-    # stated rates. It is 1 on real networks.
+    # The lab (holmes_lab) emulates a cluster's networks on a single machine. They carry this multiple of
+    # their stated rates. It is 1 on real networks.
     scale = lab_scale(os.environ)
     return Watchdog(
         recorder,
         factor,
         floor_s,
         connect=lambda: connect(process, STORE_S),
-        # Prefix of the keys by which the watchdogs of all ranks exchange their states. current.key_prefix
+        # Prefix of the keys for the states of the watchdogs of all ranks. current.key_prefix
         # differs for each start of the job.
         prefix=f"{current.key_prefix}/watchdog",
         node_of=plan.node_of,
@@ -254,7 +254,7 @@ def _make_watchdog(
 
 
 def _open_writer(current: Session, run: str, recorder: telemetry.Recorder, take: Take) -> Writer:
-    """Call open_writer of telemetry_file.py, which is imported only in a job that writes telemetry."""
+    """Call open_writer of telemetry_file.py. That module is imported only in a job that writes telemetry."""
     open_writer = extensions.load("holmes_ext.runtime.measure.telemetry_file:open_writer")
     writer: Writer = open_writer(current, run, recorder, take)
     return writer
@@ -283,9 +283,9 @@ def _start_telemetry(current: Session, recorder: telemetry.Recorder, take: Take)
     try:
         if process.world_size > 1:
             store = connect(process, _START_S)
-            # All ranks must use one name: that of the first rank which gets here. With "" as the
-            # expected value, compare_set() writes the key only if it has no value yet. It returns
-            # the value that the key has afterwards.
+            # All ranks must use the same name: that of the first rank that gets here. With "" as
+            # the expected value, compare_set() writes the key only if it has no value yet. It
+            # returns the value that the key has afterwards.
             run = store.compare_set(f"{prefix}/run", "", run).decode()
         writer = _open_writer(current, run, recorder, take)
     except (OSError, RuntimeError) as error:  # on this rank only, so it prints the line itself

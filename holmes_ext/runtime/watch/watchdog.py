@@ -1,20 +1,20 @@
-"""Watchdog: says which rank or NIC holds the job up while a training step is late.
+"""Watchdog: names the rank or NIC that holds the job up while a training step is late.
 
     1. A thread on every rank looks at the clock a few times a second. It does nothing else while steps are on
        time: no connection is made, and the job's key-value store is not touched.
     2. A step is late if it takes much longer than the median step. Every rank whose step is late stores its
-       state: the operations that it waits in, how many it has started, and what its NICs carry.
+       state: the operations that it waits in, how many it has started, and the rates of its NICs.
     3. A rank that is stuck follows the chain of waiting ranks, from state to state:
 
            rank 0 waits for rank 2 in the data group -> rank 2 waits for rank 3 in its pipeline group
            -> rank 3 waits for no other rank: rank 3 is the cause
 
-    4. One rank prints one line with the cause. The key PREFIX/said decides which rank does.
+    4. A single rank prints a line with the cause. The key PREFIX/said decides between the ranks.
 
 A rank has not reached an operation if it has started fewer operations in the same process group.
 
-No rank waits for another one here: a rank that stores no new state within four checks is reported as not
-answering. If the store itself does not answer, the lowest waiting rank prints what it sees alone.
+No rank waits for another here: a rank that stores no new state within four checks is reported as not
+answering. If the store itself does not answer, the lowest waiting rank prints the operation it waits in.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from holmes_ext.runtime.start.store import ENDED_S
 from holmes_ext.units import format_rate
 from holmes_ext.words import some_of, tell_user
 
-#: Smallest age, in seconds, of the oldest operation with which a late step counts as stuck. If the median
+#: A late step counts as stuck if its oldest operation has at least this age, in seconds. If the median
 #: step is longer, the median counts.
 STUCK_S = 1.0
 #: A step is late after so many times `floor_s` while the median is unknown: the first steps compile kernels,
@@ -43,7 +43,7 @@ LINES = 20
 _MOST_OPERATIONS = 8  # that a rank stores, the oldest first
 _MOST_RANKS = 1024  # whose states a rank reads
 _MOST_NICS = 4  # that a line lists
-_CHECKS = 4  # for which the other ranks get time to store their state
+_CHECKS = 4  # checks to wait, so that other ranks can store their state
 _LONGEST_PAUSE_S = 2.0  # between two checks
 _SHORTEST_PAUSE_S = 0.25
 _PAUSES_PER_FLOOR = 8
@@ -56,7 +56,7 @@ class Waiting:
     """An operation of torch.distributed that a rank has started and that is not over."""
 
     group: str  # torch's name of the process group
-    kind: str  # what the group is for, such as "data"
+    kind: str  # purpose of the group, such as "data"
     operation: str  # such as "all_reduce"
     ranks: tuple[int, ...]  # of the group; of a send or receive both ends
     number: int  # of the operation among the group's collectives, or among the messages with `peer`
@@ -93,7 +93,7 @@ class State:
     nics: Mapping[str, float] = field(default_factory=dict)  # interface -> bits/s, both directions
 
     def has_reached(self, wait: Waiting, rank: int) -> bool:
-        """Return whether this rank has started its part of the operation in which `rank` waits."""
+        """Return whether this rank has started its part of the operation that `rank` waits in."""
         if wait.peer is None:
             return self.started.get(wait.group, 0) > wait.number
         counterpart = "receive" if wait.operation == "send" else "send"
@@ -119,14 +119,14 @@ Ask = Callable[[int], State | None]
 
 
 class MissingRank(NamedTuple):
-    """A rank that has not reached an operation in which another rank waits."""
+    """A rank that has not reached an operation that another rank waits in."""
 
     rank: int
     wait: Waiting  # the operation of the other rank
 
 
 def blame(rank: int, ask: Ask, node_of: Callable[[int], str], rates: Mapping[str, int]) -> str:
-    """Return the cause for which a rank waits, in words.
+    """Return the reason why a rank waits, in words.
 
     The search goes from `rank` to a rank that it waits for, and so on. It ends at a rank that does not wait,
     at operations that all ranks have reached, or at a rank that was visited before.
@@ -141,7 +141,7 @@ def blame(rank: int, ask: Ask, node_of: Callable[[int], str], rates: Mapping[str
         The cause; "" if `rank` does not wait.
     """
     path: list[int] = []  # the ranks that were visited so far
-    wait: Waiting | None = None  # the operation in which the last of them waits
+    wait: Waiting | None = None  # the operation that the last of them waits in
     while True:
         state = ask(rank)
         name = f"rank {rank} on {node_of(rank)}"
@@ -168,13 +168,13 @@ def blame(rank: int, ask: Ask, node_of: Callable[[int], str], rates: Mapping[str
 
 
 def _first_missing_rank(rank: int, operations: tuple[Waiting, ...], ask: Ask) -> MissingRank | None:
-    """Return a rank that has not reached one of the operations in which `rank` waits; None if all have.
+    """Return a rank that has not reached an operation that `rank` waits in; None if all have reached all.
 
     Operations are searched from the oldest on. In each, a rank without an answer precedes others.
 
     Args:
         rank: The rank that waits.
-        operations: Operations in which it waits, oldest first. `awaited`: the ranks it waits for.
+        operations: Operations that it waits in, oldest first. `awaited`: the ranks it waits for.
         ask: Returns the state of a rank; None if the rank does not answer.
     """
     for wait in operations:
@@ -208,7 +208,7 @@ def _slow_network(
         state = ask(member)
         if state is None:
             continue
-        # The interface that the member uses in this group; if unknown, the one of the waiting rank.
+        # The interface that the member uses in this group; if unknown, that of the waiting rank.
         same_group = [other for other in state.waiting if other.group == wait.group]
         interface = same_group[0].interface if same_group else wait.interface
         rate_bps = state.nics.get(interface)
@@ -229,7 +229,7 @@ def _no_hint() -> str:
 
 @dataclass(eq=False)
 class Watchdog:
-    """Thread of one rank that reports late steps.
+    """Thread of a rank that reports late steps.
 
     A step is late after `factor` times the median step, but at least `floor_s` seconds. While there is no
     median yet, it is late after FIRST_FLOORS times `floor_s`.
@@ -251,14 +251,14 @@ class Watchdog:
     dump_hint: Callable[[], str] = _no_hint  # returns where torch's flight recorder writes, or ""
 
     def __post_init__(self) -> None:
-        """Set the initial state: no step has been checked, and there is no connection to the store."""
+        """Set the initial state of the watchdog: no step checked, no connection to the job's store."""
         pause_s = max(_SHORTEST_PAUSE_S, self.floor_s / _PAUSES_PER_FLOOR)
         self.pause_s = min(_LONGEST_PAUSE_S, pause_s)
         self._store: Any = None
         self._check_count = 0
-        self._alone_at = -1  # the step for which say_alone() has printed a line
+        self._alone_at = -1  # the step that say_alone() has printed a line about
         self._has_said_dump_hint = False
-        #: Time of the last check that found a late step, and what the NICs had carried then.
+        #: Time of the last check that found a late step, and the bytes moved by each NIC until then.
         self._carried: tuple[float, Mapping[str, int]] | None = None
         self._ended = threading.Event()
 
@@ -287,7 +287,7 @@ class Watchdog:
         """If the training step is late, store this rank's state, and print why the job is held up.
 
         Late: it takes longer than _limit_s(), several median steps. Other ranks read the stored
-        state. One rank of the job prints the cause: the rank or NIC for which the others wait.
+        state. A single rank of the job prints the cause: the rank or NIC that the others wait for.
         """
         if not self._late():
             self._carried = None  # so _nic_rates() begins anew at the next late step
@@ -305,7 +305,7 @@ class Watchdog:
         return self._so_far() >= self._limit_s()
 
     def _limit_s(self) -> float:
-        """Return the seconds after which a step is late."""
+        """Return how long a step may take before it is late, in seconds."""
         median_s = self.recorder.median_s()
         if median_s is None:
             return FIRST_FLOORS * self.floor_s
@@ -316,7 +316,7 @@ class Watchdog:
         return self.clock() - self.recorder.step_entered
 
     def state(self) -> State:
-        """Return which operations this rank has started and waits in, and what its NICs carry."""
+        """Return the operations that this rank has started and waits in, and the rates of its NICs."""
         recorder = self.recorder
         now = self.clock()
         self._record_completed()
@@ -364,10 +364,10 @@ class Watchdog:
         transport = op.group.transport
         return Waiting(
             group=op.group.name,
-            kind=self.recorder.kind(op),  # what its group is for, such as "data"
+            kind=self.recorder.kind(op),  # purpose of its group, such as "data"
             operation=op.name,  # such as "all_reduce"
             ranks=self.recorder.participants(op),
-            number=op.number,  # by which ranks compare how far they have come in the group
+            number=op.number,  # ranks compare these: how far each has come
             peer=op.peer,
             age=now - op.start,  # seconds
             fabric=transport.fabric,
@@ -478,10 +478,10 @@ class Watchdog:
             self.say(hint)
 
     def say_alone(self) -> None:
-        """Print in which operation this rank is stuck, if the job's store does not answer.
+        """Print the operation that this rank waits in, if the job's store does not answer.
 
         Only if the step is late, once a step, and only on the lowest rank of the oldest operation.
-        The rank that hosts the store is left out: it may be the one that has stopped.
+        The rank that hosts the store is left out: it may be the rank that has stopped.
         """
         state = self.state()
         if not self._late() or not state.waiting or self._alone_at == state.step:

@@ -32,7 +32,7 @@ from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
 from holmes_ext.words import some_of
 
-#: Settings of a training step, which count even if the command line does not describe the model.
+#: Settings of a training step. They count even if the command line does not describe the model.
 STEP_SETTINGS = (
     "micro_batch",
     "micro_batches",
@@ -180,8 +180,8 @@ def sizes_from_arguments(argv: Sequence[str]) -> Sizes | None:
 
     The result is also None with --num-distributed-optimizer-instances above 1. Each instance of
     Megatron-LM's distributed optimizer is a group of consecutive ranks, and should lie in one
-    cluster. Without sizes, holmes always numbers the ranks cluster by cluster, which achieves that.
-    With sizes, it may keep the launcher's numbers, where clusters can alternate.
+    cluster. Without sizes, holmes always numbers the ranks cluster by cluster, and so achieves
+    that. With sizes, it may keep the launcher's numbers, where clusters can alternate.
     """
     settings = settings_of(SETTING_OF_FLAG, words_by_flag(argv))
     optimizer_instances = settings.get("instances", 1)
@@ -250,7 +250,7 @@ def _lines_about_flags(reason_of_flag: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _overlapping_stages(settings: Mapping[str, Any], is_deepspeed: bool, pipeline_size: int) -> str:
-    """Return which pipeline stages overlap their gradient reduction without holmes.
+    """Return the pipeline stages that overlap their gradient reduction without holmes.
 
     Args:
         settings: Name of a setting -> value.
@@ -360,8 +360,8 @@ def _split_by_ends(
 ) -> LayerSplit:
     """Return the split of layers by the flags for the layers of the first and of the last pipeline stage.
 
-    The stages without such a flag share the other layers as evenly as possible. An impossible split,
-    which the framework will refuse, counts as even.
+    The stages without such a flag share the other layers as evenly as possible. An impossible split counts as
+    even: the framework will refuse it.
 
     Args:
         virtual: Chunks of layers on each stage (interleaved schedule), or 1.

@@ -73,7 +73,7 @@ def _evaluate(node: ast.expr) -> int | list[int]:
 
 
 def _number(value: int | list[int]) -> int:
-    """Return a value that must be a number; ValueError for a list."""
+    """Return `value` if it is a number; raise ValueError if it is a list."""
     if isinstance(value, list):
         raise ValueError("a list inside a list")
     return value

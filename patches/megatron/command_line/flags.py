@@ -40,7 +40,7 @@ _PRECISIONS = {
 
 
 class SettingRule(NamedTuple):
-    """Setting that a flag or a key of ds_config gives, and how the words after the flag become the value."""
+    """Setting that a flag or a key of ds_config gives, and the conversion of the words after the flag."""
 
     setting: str  # name of the setting, such as "layers"
     #: int, float or str: the word after the flag, converted to this type. list: all whole numbers after
@@ -220,7 +220,7 @@ SETTING_OF_KEY = _table(
 )
 
 _SEVERAL_KINDS = "several kinds of layers (Mamba, attention, MLP)"
-#: Flag -> what a model with this flag consists of, in words for a message. It is no stack of equal
+#: Flag -> layers of a model with this flag, in words for a message. It is no stack of equal
 #: transformer blocks, and holmes predicts no such model (other_models.py).
 MODEL_OF_FLAG = {
     "--hybrid-layer-pattern": _SEVERAL_KINDS,

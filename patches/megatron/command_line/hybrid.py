@@ -114,12 +114,9 @@ class HybridModel:
     def flops_of_step(self) -> float:
         """FLOPs of a training step, without those of recomputation, as Megatron counts them."""
         tokens = self.sequences * self.tokens_of_sequence
-        query_width = self.heads * self.head_size
         of_kind = {
             MAMBA: self._mamba_flops_of_token(),
-            # The scores of a causal mask: on average half of the sequence is seen.
-            ATTENTION: 4 * query_width * self.hidden * (1 + self.key_value_heads / self.heads)
-            + 2 * self.tokens_of_sequence * query_width,
+            ATTENTION: self._attention_flops_of_token(),
             MLP: self._mlp_flops_of_token(self.ffn),
             EXPERTS: self._mlp_flops_of_token(
                 self.experts_per_token * self.expert_ffn + self.shared_ffn
@@ -135,6 +132,16 @@ class HybridModel:
         projected = 2 * inner + 2 * self.mamba_groups * self.state + self.scan_heads
         scan = 7 * inner * self.state
         return 2 * self.hidden * projected + scan + 2 * inner * self.hidden
+
+    def _attention_flops_of_token(self) -> float:
+        query_width = self.heads * self.head_size
+        key_value_share = self.key_value_heads / self.heads  # width of keys / width of queries
+        # 2 FLOPs a weight: of the projections of queries and outputs, and of those of keys and values.
+        projections = 4 * query_width * self.hidden * (1 + key_value_share)
+        # Scores, and the sum of values weighted by them. Either takes 2 FLOPs for each element of the query
+        # and each earlier token. With a causal mask these are half of the sequence on average.
+        scores = 2 * self.tokens_of_sequence * query_width
+        return projections + scores
 
     def _mlp_flops_of_token(self, ffn: int) -> float:
         matrices = 3 if self.gated else 2
@@ -234,6 +241,6 @@ def layers_of_kinds(flags: Mapping[str, Sequence[str]], layer_count: int) -> dic
 
 
 def _number(flags: Mapping[str, Sequence[str]], flag: str, default: int) -> int:
-    """Return the number in the first word after a flag; the default without one, or if it is no number."""
+    """Return the number that follows a flag; the default if the flag is missing or no number follows."""
     text = "".join(flags.get(flag, ())[:1])
     return int(text) if text.isdecimal() else default

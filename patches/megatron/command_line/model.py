@@ -1,9 +1,9 @@
 """Makes the model that the flags of Megatron-LM or Megatron-DeepSpeed describe.
 
-The input is a dictionary of settings, such as {"layers": 24, "precision": "bf16"}, which settings.py
-reads from the flags. The result is a Model, from which holmes predicts the time and memory of a training
-step. A value that no flag gives is the default of the framework, or is assumed; each assumption becomes a
-line for the user.
+The input is a dictionary of settings, such as {"layers": 24, "precision": "bf16"}, as settings.py reads it
+from the flags. The result is a Model. holmes predicts the time and memory of a training step from it. A value
+that no flag gives is the default of the framework, or is assumed; each assumption becomes a line for the
+user.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from holmes_ext.patches.megatron.command_line.vocabulary import (
 )
 from holmes_ext.plan.cost.model import Mode, Model, StateBytes, sharded_by
 
-#: Setting -> its flag, for settings without which there is no model.
+#: Setting -> its flag, for settings that every model needs.
 REQUIRED_FLAGS = {
     "layers": "--num-layers",
     "hidden": "--hidden-size",
@@ -122,7 +122,7 @@ def model_of(
     values["gated"] = settings.get("gated", False) or settings.get("geglu", False)
     values["positions"] = settings.get("positions", "learned")
     values |= _batch_fields(settings, assumed)
-    # Bytes of each activation, gradient and parameter: engines differ in what they keep.
+    # Bytes of each activation, gradient and parameter: engines keep different numbers.
     if is_deepspeed:
         values |= _deepspeed_byte_fields(settings, zero_stage, assumed)
     else:
@@ -153,7 +153,7 @@ def _latent_fields(settings: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _ffn_width(settings: Mapping[str, Any]) -> int:
-    """Return the width inside the MLP, or 0 for Model's default, which is 4 x the hidden size.
+    """Return the width inside the MLP, or 0 for Model's default (4 x the hidden size).
 
     With --swiglu, Megatron's default is 8/3 x the hidden size, rounded down to a multiple of 64.
     """
@@ -318,7 +318,8 @@ def refusal_by_framework(settings: Mapping[str, Any], zero_stage: int, is_deepsp
             return str(error)
         return ""
     if settings.get("offloaded") and zero_stage == 0:
-        # Megatron-LM offloads in its precision-aware optimizer, which is a distributed optimizer.
+        # Megatron-LM offloads in its precision-aware optimizer, and this is a distributed
+        # optimizer.
         return (
             "--optimizer-cpu-offload needs --use-precision-aware-optimizer and "
             "--use-distributed-optimizer; add them, or remove it"
@@ -327,7 +328,7 @@ def refusal_by_framework(settings: Mapping[str, Any], zero_stage: int, is_deepsp
 
 
 def _deepspeed_types(settings: Mapping[str, Any]) -> TrainingTypes:
-    """Return the number formats and the offload of a DeepSpeed job, which decide on its optimizer."""
+    """Return the number formats and the offload of a DeepSpeed job. They decide on its optimizer."""
     # The flag --cpu-optimizer offloads to the CPU's memory, unless ds_config names another place.
     offload_by_flag = "cpu" if settings.get("offloaded") else ""
     return TrainingTypes(
@@ -386,7 +387,7 @@ def _expert_fields(
             layer that has experts, or with a single number for all these layers.
         is_deepspeed: Whether the framework is Megatron-DeepSpeed, whose defaults differ from
             Megatron-LM's.
-        assumed: Lines for the user about assumptions, to which this function appends.
+        assumed: Lines for the user about assumptions. This function appends to them.
     """
     layers = settings["layers"]
     counts = settings["experts"]

@@ -1,4 +1,4 @@
-"""Recognizes models that are no stack of equal transformer blocks, which holmes does not predict.
+"""Recognizes models that are no stack of equal transformer blocks: holmes does not predict their steps.
 
 Such a model is refused with the flag that shows it. Counted as a stack of equal blocks, its parameters and
 its step time could be wrong by a factor of two: a Mamba layer has neither an MLP nor attention.
@@ -13,7 +13,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.megatron.command_line.flags import MODEL_OF_FLAG
 from holmes_ext.patches.megatron.command_line.hybrid import HybridModel
 
-#: Beginning of a training script's name -> what the model consists of, in words for a message.
+#: Beginning of a training script's name -> layers of the model, in words for a message.
 MODEL_OF_SCRIPT = {
     "pretrain_t5": "an encoder and a decoder",
     "pretrain_mamba": "several kinds of layers (Mamba, attention, MLP)",
@@ -35,13 +35,13 @@ def refuse_other_models(
 
     Signs of such a model are a flag of MODEL_OF_FLAG, a text of _SPECS in the value of --spec, sequences of
     both an encoder and a decoder, and the name of a script of MODEL_OF_SCRIPT. The message quotes the sign,
-    and says what the model consists of.
+    and names the layers of the model.
 
     Args:
         flags: Flag of the command line -> the words that follow it.
         script: File name of the training script, "" if it is not known.
-        hybrid: Numbers of layers and parameters that the flags give for a model with several kinds of
-            layers, which the message then has. Such a model is refused with None, too.
+        hybrid: Numbers of layers and parameters that the flags give for a model with several kinds of layers,
+            for the message. Such a model is refused with None, too.
 
     Raises:
         HolmesError: The model has layers of several kinds, an encoder beside its decoder, or the
@@ -62,7 +62,7 @@ def refuse_other_models(
 
 
 def _counted(model: str, hybrid: HybridModel | None) -> str:
-    """Return what a model consists of, with its numbers of layers and parameters if they were counted."""
+    """Return the kinds of a model's layers in words, with its layers and parameters if they were counted."""
     if hybrid is None or not model.startswith("several kinds of layers"):
         return model
     return f"several kinds of layers ({hybrid})"
@@ -72,8 +72,8 @@ def _refusal(shown_by: str, model: str) -> HolmesError:
     """Return the error for a model that is not predicted.
 
     Args:
-        shown_by: The flag with its value, or the script, that shows which model it is.
-        model: What the model consists of, in words.
+        shown_by: The flag with its value, or the script, that shows the kind of model.
+        model: The layers of the model, in words.
     """
     return HolmesError(
         f"{shown_by:.80}: a model with {model} is not predicted, only stacks of equal transformer "
@@ -115,7 +115,7 @@ def sequence_of_language_model(settings: Mapping[str, Any], assumed: list[str]) 
         assumed: Lines for the user about assumptions; a line is appended if --decoder-seq-length counts.
 
     Raises:
-        HolmesError: Both names of a number are given, which Megatron refuses.
+        HolmesError: Both names of a number are given. Megatron refuses that.
     """
     changed = dict(settings)
     names = (

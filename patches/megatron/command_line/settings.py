@@ -1,7 +1,7 @@
 """Reads the settings of a training job from its command line, and from the ds_config file that it names.
 
-A setting has a name and a value, such as "layers" and 24. The tables in flags.py say which flag, or which key
-of ds_config, gives which setting.
+A setting has a name and a value, such as "layers" and 24. The tables in flags.py map flags, and keys of
+ds_config, to their settings.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def read_settings(argv: Sequence[str]) -> Settings:
       script itself refuses it.
     - Flags that change a step's time or memory in a way that the prediction cannot count. They are
       returned in `not_counted`, with the reason.
-    - Flags without effect on time and memory, which are ignored.
+    - Flags without effect on time and memory. They are ignored.
 
     A flag in none of these tables is returned in `unknown`. If a flag and ds_config give the same
     setting, the value of ds_config counts.
@@ -274,9 +274,9 @@ def _is_whole_number(text: str) -> bool:
 
 
 def _is_value_without_effect(name: str, value: str, tensor_size: str = "") -> bool:
-    """Return whether a flag, or a key of ds_config, has a value with which it changes nothing.
+    """Return whether a flag, or a key of ds_config, has a value that changes nothing.
 
-    This is so for some values, which the table VALUES_WITHOUT_EFFECT lists. For example
+    The table VALUES_WITHOUT_EFFECT lists such values. For example
     "--cp-comm-type p2p" gives the default. The table's value "tensor" stands for the
     tensor-parallel size of the job: --expert-tensor-parallel-size changes nothing if it is the same
     number.

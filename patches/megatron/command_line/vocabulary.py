@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
-#: Tokens in GPT-2's vocabulary, which is assumed if no flag gives another number.
+#: Tokens in GPT-2's vocabulary. It is assumed if no flag gives another number.
 GPT2_VOCABULARY = 50257
 #: Megatron pads the vocabulary to a multiple of this number x the tensor-parallel size.
 VOCABULARY_MULTIPLE = 128
@@ -72,7 +72,7 @@ def padded_vocabulary(settings: Mapping[str, Any], tokens: int) -> int:
 def padding_fields(settings: Mapping[str, Any], tokens: int) -> dict[str, int]:
     """Return the fields of Model with which it pads the vocabulary for other tensor-parallel sizes.
 
-    There are none if a flag gives the padded number, which then holds for every size.
+    There are none if a flag gives the padded number: it then holds for every size.
 
     Args:
         settings: Name of a setting -> value.
@@ -91,7 +91,7 @@ def _assumed_vocabulary(settings: Mapping[str, Any], assumed: list[str]) -> int:
 
     Args:
         settings: Name of a setting -> value.
-        assumed: Lines for the user about assumptions, to which a line is appended.
+        assumed: Lines for the user about assumptions. A line is appended.
     """
     # The path of --tokenizer-model says more than the class of --tokenizer-type.
     for setting in ("tokenizer_model", "tokenizer"):

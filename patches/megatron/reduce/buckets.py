@@ -1,4 +1,4 @@
-"""Finds bucket sizes for megatron-core's distributed optimizer with which its checkpoints are correct.
+"""Finds bucket sizes that make the checkpoints of megatron-core's distributed optimizer correct.
 
 megatron-core cuts the gradients into buckets. It pads each bucket to a multiple of a number, the
 divisor, so that the ranks get equal shards. (The divisor is a multiple of the number of ranks and
@@ -40,7 +40,7 @@ class BucketedParameter(NamedTuple):
 def bucket_ends(
     parameters: Sequence[BucketedParameter], bucket_size: int | None, divisor: int
 ) -> list[int]:
-    """Return the offset in the gradient buffer at which each bucket of megatron-core ends.
+    """Return the end of each bucket of megatron-core, as an offset in the gradient buffer.
 
     megatron-core fills a bucket with parameters until it has `bucket_size` elements, then begins
     the next one. Every parameter starts at a multiple of 64, every bucket at a multiple of
@@ -88,7 +88,7 @@ def bucket_ends(
 def unpadded_bucket_size(
     parameters: Sequence[BucketedParameter], planned_size: int, divisor: int
 ) -> int | None:
-    """Return the bucket size nearest to the planned one with which only the last bucket needs padding.
+    """Return the bucket size nearest to the planned size such that only the last bucket needs padding.
 
     Sizes from half the planned size to four times the planned size are tried. The result is None if none of
     them fits, or if there would be a single bucket.
@@ -124,7 +124,7 @@ def unpadded_bucket_size(
 def unpadded_size_for_buffer(
     parameters: Sequence[Any], ranks: int, ddp_config: Any, planned_size: int
 ) -> int | None:
-    """Return a bucket size with which a buffer of megatron-core needs no padding between buckets.
+    """Return a bucket size such that a buffer of megatron-core needs no padding between buckets.
 
     Args:
         parameters: The torch parameters in the _ParamAndGradBuffer, in the order of the model.

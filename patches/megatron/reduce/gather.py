@@ -33,7 +33,7 @@ def set_gather_overlap(ddp_config: Any) -> bool:
     It is not possible with weights of 8 bits. A program that has set overlap_param_gather keeps its own way.
 
     Args:
-        ddp_config: DistributedDataParallelConfig, which is changed in place. The attribute gather_by_plan is
+        ddp_config: DistributedDataParallelConfig. It is changed in place. The attribute gather_by_plan is
             holmes's own: it marks a configuration that this function has changed.
 
     Returns:
@@ -92,7 +92,7 @@ def _bucket_groups(ddp: Any) -> Iterator[Any]:
 def _gather_after_step(call: Call, instance: Any) -> Any:
     """Start to gather the updated weights at the end of the distributed optimizer's step.
 
-    This wrapper runs in place of DistributedOptimizer.step_with_ready_grads, which call() runs. With
+    This wrapper runs in place of DistributedOptimizer.step_with_ready_grads; call() runs the original. With
     overlap_param_gather, that method leaves the gathers to the next forward pass. Until then a program could
     read old weights.
 

@@ -1,8 +1,8 @@
 """Overlaps megatron-core's gradient reductions with the backward pass, on every pipeline stage that needs it.
 
 megatron-core's DistributedDataParallel can cut gradients into buckets, and reduce each bucket while the
-backward pass goes on. It does so on the first pipeline stage only, which suits stages with equal networks.
-The plan (holmes's decisions for a job) says which stages overlap, and how large a bucket suits the network of
+backward pass goes on. It does so on the first pipeline stage only. That suits stages with equal networks. The
+plan (holmes's decisions for a job) has the stages that overlap, and the bucket size that suits the network of
 each stage. This module passes these values to megatron-core:
 
     DistributedDataParallel.__init__                         overlap and bucket size, in its ddp_config
@@ -58,8 +58,8 @@ def warn_that_buckets_stay(current: Session, other_option: str = "") -> None:
     forward pass.
 
     Args:
-        other_option: An option of Megatron-LM with which checkpoints do not depend on the buckets,
-            so that their size may change. The message names it, too. "" if there is none.
+        other_option: An option of Megatron-LM that makes checkpoints independent of the buckets, so
+            that their size may change. The message names it, too. "" if there is none.
     """
     alternative = f"{other_option}, or " if other_option else ""
     tell(
@@ -76,10 +76,10 @@ def warn_that_buckets_stay(current: Session, other_option: str = "") -> None:
 def _reduce_as_planned(current: Session, call: Call, instance: Any) -> Any:
     """Construct a DistributedDataParallel that overlaps its gradient reductions, if holmes planned it so.
 
-    This wrapper runs in place of DistributedDataParallel.__init__, which call() runs. megatron-core overlaps
-    gradient reductions with the backward pass, in buckets, on the first pipeline stage only. The constructor
-    reads overlap and bucket size from its argument `ddp_config`, which is changed before the call. The plan
-    (holmes's decisions for this job) has a bucket size for the network of each stage.
+    This wrapper runs in place of DistributedDataParallel.__init__; call() runs the original. megatron-core
+    overlaps gradient reductions with the backward pass, in buckets, on the first pipeline stage only. The
+    constructor reads overlap and bucket size from its argument `ddp_config`. It is changed before the call.
+    The plan (holmes's decisions for this job) has a bucket size for the network of each stage.
     """
     sizes = job.sizes or current.plan.sizes  # parallel sizes
     if sizes is None:
@@ -96,7 +96,7 @@ def _reduce_as_planned(current: Session, call: Call, instance: Any) -> Any:
         return call()
     if ddp_config.use_distributed_optimizer and not may_change_optimizer_buckets(current):
         warn_that_buckets_stay(current)
-        # For the job's report, which compares the reductions with the plan. reported: the user has
+        # For the job's report: it compares the reductions with the plan. reported: the user has
         # been warned already, so the report says no more about this one, and its size is not
         # needed.
         overlap = ddp_config.overlap_grad_reduce
@@ -120,7 +120,7 @@ def _reduce_as_planned(current: Session, call: Call, instance: Any) -> Any:
     result = _construct(call, arguments)
     if gathers_weights:
         megatron_gather.finish_gathers_before_state_dict(instance)
-    # For the job's report. megatron-core's own reduction, which this is, is not hierarchical.
+    # For the job's report. This is megatron-core's own reduction: it is not hierarchical.
     overlap = ddp_config.overlap_grad_reduce
     session.note_reduction(ranks, planned, gradient_bytes, hierarchical=False, overlap=overlap)
     return result
@@ -155,7 +155,7 @@ def _construct(call: Call, arguments: Mapping[str, Any]) -> Any:
     """Run DistributedDataParallel's constructor with the bucket size of its ddp_config on every stage.
 
     megatron-core's constructor uses that size on the first pipeline stage only. On later stages it
-    makes a single bucket, which cannot be reduced before the backward pass has ended.
+    makes a single bucket. That cannot be reduced before the backward pass has ended.
 
     Args:
         call: Runs the constructor.
@@ -260,7 +260,7 @@ def _bucket_as_planned(
 ) -> Any:
     """Construct a _ParamAndGradBuffer with the planned bucket size, on later pipeline stages too.
 
-    This wrapper runs in place of _ParamAndGradBuffer.__init__, which call() runs. That constructor
+    This wrapper runs in place of _ParamAndGradBuffer.__init__; call() runs the original. That constructor
     cuts the gradients into buckets. Its argument bucket_size is replaced by the planned size in two
     cases:
 
@@ -302,13 +302,13 @@ def _lay_out_unpadded(
 ) -> Any:
     """Lay out the distributed optimizer's buckets with a bucket size that needs no padding.
 
-    This wrapper runs in place of DistributedOptimizer._compute_per_buffer_param_layout, which call() runs and
-    which pads buckets. In megatron-core 0.18 and 0.19, fully reshardable checkpoints are wrong if buckets are
-    padded. Of the sizes without padding, the one nearest to the planned bucket size is used.
+    This wrapper runs in place of DistributedOptimizer._compute_per_buffer_param_layout; call() runs the
+    original. It pads buckets. In megatron-core 0.18 and 0.19, fully reshardable checkpoints are wrong if
+    buckets are padded. Of the sizes without padding, the one nearest to the planned bucket size is used.
 
     Args:
         params: Parameters whose gradients are laid out.
-        bucket_size: megatron-core's size, which is replaced without being read.
+        bucket_size: megatron-core's size. It is replaced without being read.
         data_parallel_world_size: Number of ranks that reduce the gradients.
         ddp_config: DistributedDataParallelConfig.
     """

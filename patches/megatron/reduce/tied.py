@@ -10,7 +10,7 @@ again.
 
 Before this sum, megatron-core has averaged the gradients over the data-parallel ranks of each stage:
 
-    without the distributed optimizer    Every rank has the whole average, which the sum counts d times.
+    without the distributed optimizer    Every rank has the whole average, and the sum counts it d times.
                                          Therefore the sum is divided by d.
     with the distributed optimizer       A rank has the average of its own shard only. It sets the other
                                          elements to zero, and each shard counts once.
@@ -51,7 +51,7 @@ def _all_reduce(
 ) -> Any:
     """Sum the gradient of the shared word embedding over all data-parallel ranks of both pipeline stages.
 
-    This wrapper runs in place of megatron-core's _allreduce_embedding_grad, which call() runs. In that
+    This wrapper runs in place of megatron-core's _allreduce_embedding_grad; call() runs the original. In that
     function every rank sends the whole gradient to its counterpart in the other stage. The hierarchical sum
     sends the gradient between clusters only once for each stage.
 
@@ -102,7 +102,7 @@ def _all_reduce(
 
 
 def _is_pair_member(group: Any) -> bool:
-    """Return whether this rank is one of the two members of a process group."""
+    """Return whether a process group has two members, and this rank is one of them."""
     import torch.distributed as dist
 
     # On other ranks torch's new_group() returns NON_GROUP_MEMBER, which is no ProcessGroup.
@@ -150,7 +150,7 @@ def _chunk_with_embedding(model: list[Any], pipeline_group: Any) -> Any:
 
 
 def own_shard(chunk: Any, weight: Any) -> ElementRange | None:
-    """Return which elements of a weight's gradient this rank has reduced under the distributed optimizer.
+    """Return the elements of a weight's gradient that this rank has reduced under the distributed optimizer.
 
     The distributed optimizer cuts each bucket of gradients into equal shards, one for each data-parallel
     rank. A rank averages only its own shard.
