@@ -80,7 +80,7 @@ POINTS: dict[str, tuple[Any, str, str, bool]] = {
     "check": (CoordinatorLink, "ask", "done", True),
     "checked": (CoordinatorLink, "ask", "checked", False),
     "verdict": (CoordinatorLink, "ask", "checked", True),
-    "settle": (OuterLoop, "settle", "", False),
+    "finish": (OuterLoop, "finish_round", "", False),
     "apply": (OuterState, "apply", "", False),
     "write": (OuterLoop, "_overwrite_local", "", False),
     "written": (OuterLoop, "_overwrite_local", "", True),

@@ -201,15 +201,21 @@ def make_a_round_of_all(jobs: list[Job], server: Any, ledger: Ledger) -> None:
 
 
 def one_in_the_run(jobs: list[Job]) -> bool:
-    """Return whether a running job has made a round; start the jobs that have ended.
+    """Return whether a job that will not die by a fault has made a round; start the jobs that have ended.
 
-    Only such a job remembers the number of rounds when the coordinator is restarted. Otherwise the next
-    coordinator would count from 1 again.
+    Only such a job remembers the number of rounds while the coordinator is restarted. If all jobs died
+    meanwhile, the next coordinator would count from 1 again, and check() would compare different rounds.
     """
+    mortal = [job for job in jobs if job.fault and job.fault.what == "kill"]
+    if len(mortal) == len(jobs):
+        mortal[0].kill()
     for job in jobs:
         if job.ended:
+            job.fault = None
             job.start()
-        elif any(line.get("verdict") == "commit" for line in job.lines_of_last):
+        elif job not in mortal and any(
+            line.get("verdict") == "commit" for line in job.lines_of_last
+        ):
             return True
     return False
 

@@ -16,6 +16,7 @@ from integration_tests.jobs import some
 from integration_tests.joined.faulty import (
     LIES,
     OUTER,
+    POINTS,
     TIMEOUT_S,
     Fault,
     Job,
@@ -67,6 +68,12 @@ def run_on(job, count=2):
         PATIENCE_S,
         f"rounds of job {job.name} with others",
     )
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_the_function_of_a_point_exists(point):
+    owner, name, _, _ = POINTS[point]
+    assert callable(getattr(owner, name))
 
 
 DEATHS = {
