@@ -2,11 +2,10 @@
 
     --holmes-join           NAME@HOST:PORT: name of this job, and address of the coordinator
     --holmes-join-ports     ports on which this job's ranks listen: PORT, FIRST-LAST, "any" (a free
-                            one, the default), or "none" (they only call other jobs)
-    --holmes-join-address   HOST or HOST:PORT that other jobs call, if that is not the address on
-                            which the ranks listen: the public address of a NAT, or another
-                            interface. PORT is the port that the NAT forwards to the first port of
-                            --holmes-join-ports
+                            port, the default), or "none" (they only call other jobs)
+    --holmes-join-address   HOST or HOST:PORT that other jobs call, if the ranks listen at another
+                            address: the public address of a NAT, or another interface. The NAT
+                            forwards PORT to the first port of --holmes-join-ports
     HOLMES_JOIN_PORT        port of local rank 0; rank n listens on the n-th port after it
 
 Needs no torch.
@@ -45,14 +44,14 @@ class JoinAddress:
 
 @dataclass(frozen=True)
 class PortRange:
-    """Ports on which a rank may listen, and the address that other jobs call instead."""
+    """Ports on which a rank may listen, and the external address that other jobs call (NAT)."""
 
     ports: tuple[int, int] | None = (0, 0)  # first and last; 0, 0: any free port; None: no port
     host: str = ""  # that other jobs call; "": the address on which the rank listens
     port: int = 0  # external port to which the first port is mapped; 0: ports are not mapped
 
     def advertised(self, port: int) -> int:
-        """Return the external port of a port on which a rank listens."""
+        """Return the external port that other jobs call to reach the port on which a rank listens."""
         assert self.ports is not None
         first, _ = self.ports
         if not self.port:
@@ -72,8 +71,9 @@ class JoinPlace:
         """Open an authenticated channel to the coordinator.
 
         Args:
-            purpose: What the connection is for, and who calls.
-            deadline: Until when the handshake must be complete.
+            purpose: Reason for the connection and name of the caller, such as
+                {"purpose": "status", "job": "east"}.
+            deadline: Time by which the handshake must be complete.
 
         Raises:
             OSError: The coordinator was not reached before the deadline.

@@ -33,7 +33,7 @@ _EXTRA_S = 10.0
 
 
 class Admission(NamedTuple):
-    """Place of a job in a run, and the settings with which it trains."""
+    """Result of admit(): how a job reaches its coordinator, and the settings with which it trains."""
 
     place: JoinPlace
     settings: OuterSettings
@@ -145,7 +145,7 @@ def _repeat_until_reached(call: Callable[[], T], address: JoinAddress, deadline:
     """Return the result of a call to the coordinator, repeated until the coordinator is reached.
 
     Raises:
-        HolmesError: The coordinator was not reached before the deadline, or the call raised one.
+        HolmesError: The coordinator was not reached before the deadline, or the call raised this error.
     """
     while True:
         try:

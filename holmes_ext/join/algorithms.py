@@ -1,6 +1,7 @@
 """Outer algorithms: when pseudo-gradients are exchanged, and the outer step that applies their aggregate.
 
-An algorithm is a class in this module, registered by its name in ALGORITHMS (setting `algorithm`).
+An algorithm is a class in this module, registered by its name in ALGORITHMS (setting `algorithm`). The
+model's weights are divided into fragments; a round exchanges a single fragment.
 
     anchor             a      fragment after its last outer step, equal in all jobs: float32, on the host
     local weights      x_j    fragment of job j after further inner steps
@@ -23,9 +24,9 @@ An algorithm is a class in this module, registered by its name in ALGORITHMS (se
     muon      diloco, with the step of each matrix orthogonalized (Newton-Schulz: O) at its original length:
                   m <- mu m + d           a <- a - lr |d + mu m| O(d + mu m) / |O(d + mu m)|
 
-All operations are elementwise, except for scalars that are equal in all jobs and for whole matrices (muon),
-which ranks that share them gather. So the way a job shards its weights does not change the result, and all
-jobs get the same bits.
+All operations are elementwise, with two exceptions: scalars that are equal in all jobs, and whole matrices
+(muon), gathered from the ranks that share them. So the way a job shards its weights does not change the
+result, and all jobs get the same bits.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ if TYPE_CHECKING:
 class Schedule(Protocol):
     """Interface of the training loop (loop.OuterLoop) that an outer algorithm sees.
 
-    After each inner step the loop calls the algorithm's after_step(), which decides with these counters and
-    operations whether a fragment's pseudo-gradient is sent now, or a received aggregate is applied. A period
-    is the time from one fragment's exchange to the next fragment's, counted in inner steps.
+    After each inner step the loop calls the algorithm's after_step(). With these counters and operations,
+    that method sends a fragment's pseudo-gradient or applies a received aggregate, if it is time. A period is
+    the time from one fragment's exchange to the next fragment's, counted in inner steps.
     """
 
     in_period: int  # inner steps since the period began
@@ -119,7 +120,7 @@ class DiLoCo:
         return round(1 - math.sqrt(sum_of_squares), 1)
 
     def gap_of(self, momentum_square: float, gradient_square: float) -> float:
-        """Return the divisor of the aggregate because of its staleness; 1.0: it counts in full.
+        """Return the number by which an aggregate is divided because it is stale; 1.0: it counts in full.
 
         The divisor is called "gap", as in CO2: it grows with the anchor's move since the aggregate's
         pseudo-gradients were sent.
@@ -149,8 +150,8 @@ class DiLoCo:
             mu: Coefficient of the momentum, 0 to 1.
             gap: The aggregate is divided by this number, at least 1, which grows with its
                 staleness. Only CO2 uses it.
-            matrices: Where weight matrices lie in these tensors. Only an algorithm that steps whole
-                matrices (`of_matrices`) uses it.
+            matrices: Positions of the weight matrices in these tensors. Only an algorithm that steps
+                whole matrices (`of_matrices`) uses it.
         """
         direction = gradient
         if momentum is not None:
@@ -206,11 +207,11 @@ class DiLoCo:
         return anchor.lerp(local, alpha)
 
     def after_step(self, loop: Schedule) -> None:
-        """After an inner step, send a pseudo-gradient or apply an aggregate if one is due.
+        """After an inner step, send a pseudo-gradient or apply an aggregate if it is time.
 
-        The fragments take turns: each period of `loop.period` inner steps exchanges one of them.
-        Its pseudo-gradient is sent `delay` inner steps before the end of the period. Its aggregate
-        is applied at the end.
+        The fragments take turns: each period of `loop.period` inner steps exchanges the next fragment.
+        The fragment's pseudo-gradient is sent `delay` inner steps before the end of the period. The
+        aggregate is applied at the end.
 
         Args:
             loop: The training loop of this rank: it counts inner steps, captures and sends

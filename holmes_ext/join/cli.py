@@ -215,7 +215,7 @@ def _serve(args: argparse.Namespace) -> int:
         def open_run(port: int) -> ServedRun:
             folder = RunFolder.of_port(os.environ, port)
             folder.make(with_authority=False)  # served() makes the run's CA, if it needs one
-            running.enter_context(folder.serving())  # there is one coordinator for a folder
+            running.enter_context(folder.serving())  # a folder has a single coordinator
             return folder.served(site_credentials)
 
         server = CoordinatorServer(
@@ -302,7 +302,7 @@ def _run_settings(text: str) -> OuterSettings:
     """Return the settings of the run from the value of --outer.
 
     Raises:
-        HolmesError: They are not valid, or belong to a job.
+        HolmesError: A setting is not valid, or is for a single job (`part`).
     """
     try:
         settings = parse_outer(text)
@@ -361,12 +361,13 @@ def _site_credentials(args: argparse.Namespace) -> Credentials | None:
 
 
 def _status_credentials(args: argparse.Namespace, host: str, port: int) -> Credentials:
-    """Return credentials with which the coordinator shows its status.
+    """Return credentials for a request for the coordinator's status.
 
-    These are a site's, those of a coordinator on this host, or those of a job of this user.
+    Return the first that exist of: the credentials in --certificate and --ca; those of a coordinator on this
+    host; those that a job of this user has kept.
 
     Raises:
-        HolmesError: There are none.
+        HolmesError: None of them exist.
     """
     site_credentials = _site_credentials(args)
     if site_credentials is not None:

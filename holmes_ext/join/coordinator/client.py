@@ -41,8 +41,8 @@ POLL_S = 1.0
 IDLE_S = 0.2
 #: Seconds between two attempts to reach a coordinator that is not there.
 _RETRY_S = 0.5
-#: Seconds that a request of a job in training still waits once another process has answered in the
-#: coordinator's place.
+#: Seconds that a request of a job in training still waits after another process has answered at the
+#: coordinator's address.
 _IMPOSTOR_S = 2.0
 #: Seconds that a reply may take beyond POLL_S, until the connection counts as lost.
 _SLOW_S = 10.0
@@ -73,13 +73,13 @@ class RoundSalt(NamedTuple):
 class CoordinatorClient:
     """Connection of a job to the coordinator, restored whenever it is lost. Not thread-safe.
 
-    A refusal is raised at once: TLS has proved that it comes from the coordinator. If another process
-    answers at its address, that is an error of the user before the first accepted request, and is raised.
-    Later it counts as no reply, so that an impostor cannot end training.
+    A refusal is raised at once: TLS has proved that it comes from the coordinator. Another process may answer
+    at the coordinator's address. Before the first accepted request, this is an error of the user, and is
+    raised. Later it counts as no reply, so that an impostor cannot end training.
 
     Args:
         place: Address of the coordinator, and the credentials of this job.
-        hello: Returns the `hello` document of the job; called whenever it must be sent (again).
+        hello: Returns the message `hello` that describes the job; called whenever it must be sent (again).
         incarnation: Name of this start of the job; "": a random one.
     """
 
@@ -91,7 +91,7 @@ class CoordinatorClient:
         self._place = place
         self._hello = hello
         self._channel: Channel | None = None
-        self._first_channel: Future[Channel] | None = None  # which connect_early() opens
+        self._first_channel: Future[Channel] | None = None  # opened by connect_early()
         self._said_hello = False  # on the current connection
         self._accepted = False  # the coordinator has accepted at least one request of this job
         self._heartbeat: Heartbeat | None = None
@@ -105,11 +105,12 @@ class CoordinatorClient:
         Args:
             op: Name of the request, such as "ready".
             document: The other keys of the request.
-            deadline: Until when the request is repeated.
+            deadline: End of the repetitions: the request is sent again while the reply is missing or "wait".
 
         Raises:
-            Refused: The reply is an error, or another process has answered and no request of this job
-                was accepted before.
+            Refused: The coordinator rejects the request. Or an impostor answers at its address, before
+                the coordinator has accepted any request of this job; after that, an impostor's answer
+                counts as no reply.
             TimeoutError: No reply came before the deadline.
         """
         reason = "it did not answer"
@@ -307,20 +308,20 @@ class Heartbeat:
         self._wake.set()
 
     def reconnect(self) -> None:
-        """Send the next heartbeats on a new connection, as soon as one can be opened."""
+        """Send the next heartbeats on a new connection, as soon as it can be opened."""
         self.is_connected = False
         self._must_reconnect = True
         self._wake.set()
 
     def close(self, why: str) -> None:
-        """Stop the thread, after a last heartbeat with the reason (none if it is empty)."""
+        """Stop the thread after a last heartbeat with the reason; if `why` is empty, without it."""
         self._end_reason = why
         self._ended.set()
         self._wake.set()
         self._thread.join(_LAST_S)
 
     def _run(self) -> None:
-        """Send heartbeats until the thread is stopped, then the last one with the reason.
+        """Send heartbeats until the thread is stopped, then a last heartbeat with the reason.
 
         _send_heartbeat() opens a connection if there is none. If it fails, it returns None, and the next
         heartbeat needs a new connection.

@@ -1,7 +1,7 @@
 """Coordinator of several jobs that train one model together over a WAN (DiLoCo, arXiv 2311.08105).
 
 Each job takes inner steps by itself. Once in a while the jobs exchange pseudo-gradients (weight
-differences) of one fragment of the model in a round, and each takes the same outer step with their sum.
+differences) of a fragment (part of the model) in a round, and each takes the same outer step with their sum.
 The coordinator moves no tensors; it decides who takes part in a round and whether the round counts.
 
     request of a job     purpose                                      decided by
@@ -30,12 +30,12 @@ from holmes_ext.join.coordinator.versions import Versions
 
 
 class Coordinator:
-    """State of one run of joined jobs and the rules that change it.
+    """State of a run of joined jobs, and the rules that change it.
 
     Args:
         now: Time at which the coordinator starts, in seconds.
-        policies: Round policies that jobs can use. All jobs of a run use the same one (setting
-            `rounds`); the `op` of their requests selects it.
+        policies: Round policies that jobs can use, such as LockStepRounds. All jobs of a run use the
+            same policy (setting `rounds`); the `op` of their requests selects it.
     """
 
     def __init__(self, now: float, policies: Sequence[type[RoundPolicy]]):
@@ -68,12 +68,12 @@ class Coordinator:
         return self._membership.hello(name, incarnation, hello, now)
 
     def enter(self, name: str, now: float) -> Reply | None:
-        """Let an accepted job begin to train once enough jobs are there.
+        """Let an accepted job begin to train as soon as enough jobs have joined.
 
         Returns:
             The verdict "in" (train with its own weights) or "behind" (first take the named
-            fragments from the named job), with the round after which it begins. None while it must
-            wait for other jobs.
+            fragments from the named job), with the number of the last round before it begins. None
+            while it must wait for other jobs.
 
         Raises:
             HolmesError: Too few other jobs joined within the job's timeout.
@@ -87,7 +87,7 @@ class Coordinator:
         must first take newer weights ("behind").
 
         Args:
-            question: Request type: "ready" (synchronous rounds) or "next" (asynchronous rounds).
+            question: Type of the request: "ready" (synchronous rounds) or "next" (asynchronous rounds).
             name: The job.
             report: The parsed request: ReadyReport for "ready", NextReport for "next".
             now: Current time, in seconds.

@@ -1,4 +1,4 @@
-"""Interface of a round policy: the coordinator's rules for when a round begins and who exchanges in it.
+"""Interface of a round policy: the coordinator's rules for when a round begins and which jobs are in it.
 
 `lock_step.LockStepRounds` (setting rounds=sync) makes all jobs wait for each other;
 `rolling.RollingRounds` (rounds=async) lets each job contribute when it is ready.
@@ -40,7 +40,7 @@ class RoundPolicy(Protocol):
     def answer(self, name: str, report: Any, now: float) -> Reply | None:
         """Return the reply to job `name`, which asks for its next round; None: it must ask again.
 
-        None means that nothing is decided yet. The key "verdict" of a reply has one of the values
+        None means that nothing is decided yet. The key "verdict" of a reply has a value of this list:
 
             go        exchange pseudo-gradients with the members that the reply names
             behind    first take newer weights from another job
