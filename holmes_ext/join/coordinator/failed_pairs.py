@@ -203,8 +203,7 @@ class _CoverSearch:
     def visit(
         self, neighbours: Mapping[str, set[str]], cover: frozenset[str], cost_so_far: int
     ) -> None:
-        """Extend a partial cover to the cheapest cover; store it in `best` if it is better than the best so
-        far.
+        """Extend a partial cover to the cheapest cover, and store it in `best` if it is better.
 
         Args:
             neighbours: Graph of the pairs that `cover` does not have: job -> jobs at the other ends.

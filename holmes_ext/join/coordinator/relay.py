@@ -9,8 +9,8 @@ wants to reach B:
    {"call": ID, "job": A's job, "incarnation": ..., "address": A's address, or "" if A cannot be called}.
 3. B tries to call A's address and answers on its line
        {"answer": "reversed"}   B has called A. The line returns to the table, A gets {"relay": "reversed"}.
-       {"answer": "relay"}      B cannot call A. Both get {"relay": "go"}; the coordinator forwards their
-       bytes.
+       {"answer": "relay"}      B cannot call A. Both get {"relay": "go"}, and exchange their bytes through
+                                the coordinator.
 4. If B has no line within WAIT_S seconds, A gets {"relay": "alone"}.
 
 After "go", TLS between each rank and the coordinator ends. The bytes that follow are the handshake and the

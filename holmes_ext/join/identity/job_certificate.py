@@ -1,4 +1,4 @@
-"""Where a job's certificate comes from, and the file in which it is kept. Needs no torch.
+"""Certificate of a job: how the job gets it, and the file in which it is kept. Needs no torch.
 
 Rank 0 of the job looks in this order:
 
@@ -47,7 +47,9 @@ class JobCertificate:
     key: str  # private key
     certificate: str = ""  # "": the invitation was not redeemed yet
     authority: str = ""  # certificate of the CA that has signed `certificate`
-    invitation: str = ""  # hash of the secret of the invitation from which the certificate comes
+    invitation: str = (
+        ""  # hash of the secret of the invitation for which the certificate was issued
+    )
 
     def credentials(self) -> Credentials:
         """Return the credentials with this certificate.
@@ -66,7 +68,7 @@ class JobCertificate:
 def obtain_certificate(
     address: JoinAddress, invitation_file: str, environ: Mapping[str, str], deadline: Deadline
 ) -> JobCertificate:
-    """Return the certificate of a job, after getting one if this is its first start.
+    """Return the certificate of a job: a new certificate at its first start, then the kept certificate.
 
     At the first start with an invitation, the coordinator issues the certificate. The job keeps it in a
     file, and uses it at later starts. If the coordinator runs on this host as this user, the job needs no
@@ -75,8 +77,8 @@ def obtain_certificate(
     Args:
         address: Name of the job, and address of the coordinator.
         invitation_file: Value of --holmes-join-invitation; "": not given.
-        environ: Environment variables, which say where state is kept.
-        deadline: Until when the coordinator must have answered.
+        environ: Environment variables that name the folder for state (XDG_STATE_HOME, HOME).
+        deadline: Time by which the coordinator must have answered.
 
     Raises:
         OSError: The coordinator was not reached; try again.
@@ -114,7 +116,7 @@ def obtain_certificate(
 
 
 def kept_file(address: JoinAddress, environ: Mapping[str, str]) -> Path:
-    """Return the file in which the certificate of a job is kept."""
+    """Return the path of the file in which the certificate of a job is kept."""
     name = f"{address.job}@{address.host}-{address.port}.json".replace("/", "-")
     return state_home(environ) / "join-jobs" / name
 
@@ -143,7 +145,7 @@ def run_on_this_host(address: JoinAddress, environ: Mapping[str, str]) -> RunFol
 
 
 def _is_this_host(address: JoinAddress) -> bool:
-    """Return whether a coordinator's address belongs to this host, without sending anything."""
+    """Return whether a coordinator's address belongs to this host; nothing is sent."""
     try:
         infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)
         family, kind, _, _, target = infos[0]
@@ -159,7 +161,7 @@ def _signed_on_this_host(run: RunFolder, job: str) -> JobCertificate:
     """Return a new key and certificate for a job, signed by the run's CA without the coordinator.
 
     This process makes an invitation in the state folder of the run, and redeems it at once. Both need only
-    the files of the folder, which belongs to this user.
+    the files of the folder, and the folder belongs to this user.
 
     Raises:
         HolmesError: The job was revoked, or the folder cannot be used.
