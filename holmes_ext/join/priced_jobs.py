@@ -1,8 +1,8 @@
 """Predicted step times of one job in each cluster, for the forecast of joined jobs.
 
 batches        samples of each job, in proportion to the clusters' nodes or speeds
-first look     search for the best plan of each job (planner/search/sketch.py), without a proof that it is the
-best
+first look     search for the best plan of each job (planner/search/sketch.py), without a proof that no plan
+               is better
 equal jobs     clusters with equal nodes, networks and batches are searched once
 """
 

@@ -4,8 +4,7 @@ With P inner steps from a fragment's exchange to the next fragment's (a period),
 
     inner step   1 .. P-D-1   P-D                         P-D+1 .. P-1   P
     training     train        capture a fragment's        train          apply the aggregates that have
-    arrived;
-    thread                    pseudo-gradient, submit                    wait for no round
+    thread                    pseudo-gradient, submit                    arrived; wait for no round
 
 An outer step moves the anchor (the fragment's weights after the last outer step), and the local weights by
 the same amount. Progress that no round has counted yet stays in the local weights, and is part of a later
