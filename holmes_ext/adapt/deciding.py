@@ -114,7 +114,7 @@ class Deciding:
 
         Returns:
             "at": number of the first step with the change, or 0 for no change. "next": number of
-            the step from which on all ranks measure again. With a change this is "at" + 1, because
+            the next step that all ranks measure. With a change this is "at" + 1, because
             adopting the change makes step "at" longer. "kind" and "change": name of the kind of
             change (CHANGES), and its fields; absent for no change. change_of() reads them.
         """
@@ -414,7 +414,7 @@ class Deciding:
     def _tell_change(self, change: Changes) -> None:
         """Print a change that the job would make with --holmes-adapt on.
 
-        Called for --holmes-adapt report, which only reports changes.
+        Called for --holmes-adapt report: changes are only reported.
         """
         effect = f"a step would take {change.then_s:.4g} s, not {change.now_s:.4g}"
         self._tell_once(f"with {change.text}", f"{effect} (--holmes-adapt on does it)")

@@ -114,7 +114,7 @@ class Replanner:
             restart.leave(
                 self.current.store, self.current.key_prefix, self.current.process.world_size
             )
-        # The boundary counts steps and keeps the change on which the ranks have agreed. Here it
+        # The boundary counts steps and keeps the change that the ranks have agreed on. Here it
         # returns the change that all ranks adopt with this step, or None.
         change = self.boundary.begin()
         if isinstance(change, Restart):
@@ -194,7 +194,7 @@ class Replanner:
         wait for votes. So if no rank has stored a verdict by then, no rank adopts the change.
 
         Args:
-            number: Number of the ballot in which the ranks vote on the change.
+            number: Number of the ballot on the change.
 
         Returns:
             ADOPT_CHANGE or KEEP_PLAN, the same on all ranks.
@@ -232,7 +232,7 @@ class Replanner:
             prefix = f"{self.current.key_prefix}/adapt/{self._start}"
             self._vote = Vote(store, prefix, self.current.rank, world, self.stopped)
             number = 0  # of the ballot
-            first_step = FIRST_MEASURED_STEP  # step from which on this rank measures
+            first_step = FIRST_MEASURED_STEP  # first step that this rank measures
             while True:
                 report = self._measure(first_step)
                 proposal, verdict = self._vote.run_ballot(number, report, propose, self._agree)
@@ -291,7 +291,7 @@ class Replanner:
         returns True promises to adopt the change at that step, if all other ranks return True, too.
 
         Args:
-            number: Number of the ballot in which the change was proposed.
+            number: Number of the ballot on the change.
             proposal: Result of Deciding.propose() on rank 0.
         """
         change = change_of(proposal)
@@ -409,7 +409,7 @@ def begin_sums(current: Session, ranks: tuple[int, ...], network_api: str, reduc
 
     Args:
         current: State of holmes in this process.
-        ranks: Global ranks over which the reducer sums.
+        ranks: Global ranks of the reducer's group.
         network_api: VERBS for NCCL, SOCKETS for gloo.
         reducer: The reducer that calls.
     """

@@ -41,9 +41,9 @@ class MeasuredReductions:
 
     reduction: ReductionSpec  # algorithm that summed the gradients
     size: float  # bytes of gradients of a rank
-    seconds: float  # duration for which any reduction was under way
+    seconds: float  # duration of the reductions; overlaps count once
     exposed_s: float  # seconds that the program waited for reductions
-    #: Network -> seconds for which it carried any reduction.
+    #: Network -> duration of the reductions on it, in seconds.
     busy: Mapping[str, float] = field(default_factory=dict)
     #: End of the stage's last backward pass, in seconds after that of the stage that ends first.
     end_s: float = 0.0
@@ -180,7 +180,7 @@ def measured_networks(
             # A Price is the predicted time of a reduction: a latency and seconds for each byte.
             # Only the latter depend on the network's rate, so the latency is taken off the measured
             # time.
-            # busy: network -> seconds in which it carried reductions. byte_s: seconds for a byte.
+            # busy: network -> duration of the reductions on it. byte_s: seconds for a byte.
             measured_s = measured_stage.busy.get(name, 0.0) - price.latency_s
             predicted_s = measured_stage.size * price.byte_s
             if measured_s > 0 and predicted_s > 0:

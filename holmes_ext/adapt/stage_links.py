@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 class Receive(NamedTuple):
     """Times of a receive from a neighbouring pipeline stage, in seconds on this rank's clock."""
 
-    posted: float  # time at which the receive was started
-    received: float  # time at which the receive was complete
+    posted: float  # start of the receive
+    received: float  # end of the receive
     #: True: the program waited for the message, so it arrived at `received`. False: it had arrived
     #: before, at an unknown time.
     was_waited_for: bool
 
 
-#: Micro-batch -> time at which its message was sent, in seconds of the sender's clock.
+#: Micro-batch -> time of sending its message, in seconds of the sender's clock.
 SendTimes = Mapping[int, float]
 #: Micro-batch -> times of its receive.
 Receives = Mapping[int, Receive]
@@ -87,7 +87,7 @@ def _median_seconds(direction: Direction, ahead_s: float) -> float:
     """
     all_times = []
     times_without_queue = []
-    # Time at which the receive of the previous message was complete: until then, the link may be
+    # End of the receive of the previous message: until then, the link may be
     # busy. If the program did not wait for that message, it arrived earlier: this is an upper bound.
     previous_received = float("-inf")
     for micro_batch, receive in sorted(direction.received.items()):

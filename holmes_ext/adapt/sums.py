@@ -28,9 +28,9 @@ LEAST_GRADIENT_SHARE = 1 / 64
 class _StepTimes(NamedTuple):
     """Times of the gradient reductions in a step, in seconds."""
 
-    seconds: float  # duration for which any reduction was under way
-    exposed_s: float  # duration for which the program waited for reductions
-    busy_s: dict[str, float]  # network -> duration for which it carried any reduction
+    seconds: float  # duration of the reductions; overlaps count once
+    exposed_s: float  # wait of the program for reductions
+    busy_s: dict[str, float]  # network -> duration of the reductions on it
 
 
 class ReductionWindow:
@@ -103,9 +103,9 @@ class ReductionWindow:
 
                 "way"       algorithm of the reductions (fields of ReductionSpec)
                 "bytes"     bytes of gradients
-                "seconds"   seconds for which any reduction was under way
-                "exposed"   seconds for which the program waited for reductions
-                "busy"      network -> seconds for which it carried any reduction
+                "seconds"   duration of the reductions; overlaps count once
+                "exposed"   wait of the program for reductions
+                "busy"      network -> duration of the reductions on it
         """
         if self._reduction is None:  # all calls of step() have added nothing
             return None
@@ -158,7 +158,7 @@ def fits(change: ReductionChange, recorder: Recorder) -> bool:
     Args:
         change: Change of the algorithms that sum gradients; it has an algorithm for each pipeline
             stage.
-        recorder: Telemetry of this rank, which has the GPU's index.
+        recorder: Telemetry of this rank; it has the GPU's index.
     """
     if not recorder.spans_on_device:  # the job runs on CPUs
         return True

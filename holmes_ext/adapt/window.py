@@ -24,10 +24,10 @@ from holmes_ext.units import union_s
 WAITED_S = 2e-4
 #: Share of a device's memory that can be used; the rest is lost in pieces that are too small.
 USABLE_MEMORY_SHARE = 0.95
-#: Spans (parts of a step with begin and end) in which the program computes. The recorder reports
+#: Spans (parts of a step with begin and end) of computing. The recorder reports
 #: others, too.
 _COMPUTING_SPANS = "forward", "backward", "optimizer"
-#: Kinds of operations for which the program may wait.
+#: Kinds of operations that the program may wait for.
 _WAITS = "send", "receive", "reduce"
 #: [micro-batch, posted, received, was waited for] of a receive, or [micro-batch, sent] of a send.
 #: Times are seconds of this node's clock.
@@ -51,7 +51,7 @@ class _Reduced(NamedTuple):
     """Gradient reductions of a step."""
 
     size: float  # bytes of gradients
-    seconds: float  # duration for which any reduction was under way
+    seconds: float  # duration of the reductions; overlaps count once
 
 
 @dataclass
@@ -92,7 +92,7 @@ class StepWindow:
             reduction: Measurements of the gradient reducer in the step; None without a reducer.
         """
         # Kind of work or wait -> seconds in this step. Profiles also have the time of sums of tied
-        # weights, which is not measured here: their key "tied" stays 0.
+        # weights. That is not measured here: their key "tied" stays 0.
         seconds_of = dict.fromkeys((*_COMPUTING_SPANS, *_WAITS, "tied"), 0.0)
         for kind, start, stop in spans:
             if kind in _COMPUTING_SPANS:

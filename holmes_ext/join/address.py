@@ -1,7 +1,7 @@
 """Parsing of --holmes-join and of the flags for ports; names of jobs.
 
     --holmes-join           NAME@HOST:PORT: name of this job, and address of the coordinator
-    --holmes-join-ports     ports on which this job's ranks listen: PORT, FIRST-LAST, "any" (a free
+    --holmes-join-ports     ports of this job's ranks: PORT, FIRST-LAST, "any" (a free
                             port, the default), or "none" (they only call other jobs)
     --holmes-join-address   HOST or HOST:PORT that other jobs call, if the ranks listen at another
                             address: the public address of a NAT, or another interface. The NAT
@@ -73,7 +73,7 @@ class JoinPlace:
         Args:
             purpose: Reason for the connection and name of the caller, such as
                 {"purpose": "status", "job": "east"}.
-            deadline: Time by which the handshake must be complete.
+            deadline: The handshake must be complete by then.
 
         Raises:
             OSError: The coordinator was not reached before the deadline.
@@ -150,7 +150,7 @@ def port_range(ports: str, address: str, environ: Mapping[str, str]) -> PortRang
         ports: Value of --holmes-join-ports: "PORT", "FIRST-LAST", "any", "none" (do not listen) or
             "" (not given).
         address: Value of --holmes-join-address: HOST or HOST:PORT to which other jobs connect if
-            this rank is behind NAT; "": the address on which it listens.
+            this rank is behind NAT; "": the address where it listens.
         environ: Environment variables; HOLMES_JOIN_PORT is the port of local rank 0.
 
     Raises:

@@ -107,7 +107,7 @@ class DiLoCo:
         With momentum=auto it is 1 - sqrt(sum of the squared shares), rounded to one digit: 0 for one job,
         0.3 for two equal jobs, 0.5 for four. The reason:
 
-        1. Adam divides by the root mean square of the gradient, which is mostly noise in a small batch. So
+        1. Adam divides by the root mean square of the gradient: mostly noise in a small batch. So
            the mean of K equal jobs moves sqrt(K) times less than one job with their joint batch would.
            For any shares the factor is 1 / sqrt(sum of the squared shares).
         2. In the long run, momentum makes outer steps 1 / (1 - mu) times longer.
@@ -148,7 +148,7 @@ class DiLoCo:
                 no momentum.
             gradient: Aggregate of the jobs' pseudo-gradients, of the same length; overwritten.
             mu: Coefficient of the momentum, 0 to 1.
-            gap: The aggregate is divided by this number, at least 1, which grows with its
+            gap: The aggregate is divided by this number, at least 1. It grows with the aggregate's
                 staleness. Only CO2 uses it.
             matrices: Positions of the weight matrices in these tensors. Only an algorithm that steps
                 whole matrices (`of_matrices`) uses it.
@@ -245,7 +245,7 @@ class Co2(DiLoCo):
     one_at_a_time = False
 
     def gap_of(self, momentum_square: float, gradient_square: float) -> float:
-        """Return CO2's divisor of a stale aggregate, which is applied one round after it was sent.
+        """Return CO2's divisor of a stale aggregate: it is applied one round after it was sent.
 
             gap = 1 + (distance that the anchor has moved since sending) / (length of the aggregate)
 

@@ -25,13 +25,13 @@ from holmes_ext.runtime.compress import codec
 _CODES_PER_BYTE = 4
 #: Bytes of the two magnitudes of a chunk.
 _MAGNITUDE_BYTES = 4
-#: Steps of Lloyd's algorithm, which starts from the mean magnitude. More steps reduce the squared error by
+#: Steps of Lloyd's algorithm; it starts from the mean magnitude. More steps reduce the squared error by
 #: less than 0.5 % (normal and Laplace distributions).
 _LLOYD_STEPS = 5
 
 
 class _Block(NamedTuple):
-    """Shape of a matrix of chunks of equal length, which are encoded together.
+    """Shape of a matrix of chunks of equal length that are encoded together.
 
     The codec divides a tensor into chunks of 512 elements. Each chunk is sent as two magnitudes
     (bfloat16) and a 2-bit code per element. A tensor has at most two blocks: the full chunks, and

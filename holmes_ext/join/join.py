@@ -135,7 +135,7 @@ def join(
     client = None
     if job_ranks.rank == 0:
         # Connects while the other parts are made. The client says hello only after begin() of the loop:
-        # `constant_hello` and `rounds`, which are set below, exist by then.
+        # `constant_hello` and `rounds` are set below, and exist by then.
         client = CoordinatorClient(place, lambda: {**constant_hello, **rounds.hello()}, incarnation)
         client.connect_early()
     links: PeerLinks = job_ranks.run_on_all_ranks(lambda: _links(place, identity, state))
@@ -215,7 +215,7 @@ def _gather_layouts(
         indivisible=[(matrix.start, matrix.stop) for matrix in matrices],
     )
     layouts = []
-    # The layouts go through JSON, which has lists instead of tuples.
+    # The layouts go through JSON, and so have lists instead of tuples.
     for position, digest, total, holdings, indivisible in job_ranks.all_gather(list(layout)):
         layouts.append(
             _Layout(position, digest, total, _as_ranges(holdings), _as_ranges(indivisible))
@@ -233,7 +233,7 @@ def _links(place: JoinPlace, identity: RankIdentity, state: OuterState) -> PeerL
     Args:
         place: Coordinator, credentials and ports of this job.
         identity: This rank.
-        state: Outer state, from which other jobs may take weights.
+        state: Outer state; other jobs may take weights from it.
     """
     listening = open_port(place, identity.rank)
     # HOST:PORT that this rank publishes to other jobs; "" if it cannot be called.
@@ -305,7 +305,7 @@ def _gather_what_is_cut(
     process groups: all ranks make those of all positions, in the same order, as torch requires.
 
     Args:
-        state: Outer state of this rank, whose fragments get collective outer steps.
+        state: Outer state of this rank; its fragments get collective outer steps.
         maps: Position -> elements that each rank exchanges with other jobs.
         layouts: Weights that each rank holds, in rank order.
         rank: This rank.

@@ -449,7 +449,7 @@ class OuterLoop:
                 sent["fragment"],
                 sent["gradient"],
                 anchor_version=sent["base"],
-                tokens=0.0,  # only needed before the round, which is over
+                tokens=0.0,  # only needed before the round, and that is over
                 step=sent["step"],
             )
             # The round had ended when the state was saved.

@@ -14,7 +14,7 @@ matrix products are exact in float64:
 2. An element of a matrix product is a sum of such products. It is at most the length of a row times
    the length of a column, and these are at most the largest singular values s of the two matrices:
        X       s <= 1.01 at first, because the Frobenius norm is 1, to 1 %. An iteration maps s to
-               a s + b s^3 + c s^5, which is below 1.21 for all s from 0 to 1.21
+               a s + b s^3 + c s^5: below 1.21 for all s from 0 to 1.21
        X X'    s^2, below 1.5
        Q       |b s^2 + c s^4|, below 2.9
    So sums are below 1.5 in X X', 1.5 x 1.5 = 2.3 in (X X')^2, and 2.9 x 1.21 = 3.6 in Q X.

@@ -30,7 +30,7 @@ _MOST_JOBS = 64
 OF_JOB = ("timeout", "part")
 #: Settings that jobs do not compare with each other; the coordinator sets `min`.
 _NOT_COMPARED = ("min", *OF_JOB)
-#: Settings whose value may be "auto", which is stored as None.
+#: Settings with an allowed value "auto"; it is stored as None.
 _AUTO = ("momentum", "grace")
 
 
@@ -258,7 +258,7 @@ def _given_settings(text: str) -> dict[str, Any]:
 
 
 def _refuse_removed(text: str) -> None:
-    """Raise HolmesError if the text contains `compress=topk` or its setting `topk`, which were removed."""
+    """Raise HolmesError if the text contains the removed settings `compress=topk` or `topk`."""
     for part in text.split(","):
         name, _, value = map(str.strip, part.partition("="))
         if name == "topk" or (name, value) == ("compress", "topk"):

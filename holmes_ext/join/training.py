@@ -5,8 +5,7 @@ jobs exchange pseudo-gradients and take an outer step (DiLoCo, arXiv 2311.08105)
 
     caller              function                    effect
     start of holmes     request(options)            checks the flags; nothing is joined yet
-    framework's patch   claim(owner, adapter)       before each inner step; the first call joins the other
-    jobs
+    framework's patch   claim(owner, adapter)       before each inner step; the first call joins the run
                         stepped(tokens)             after each inner step: a round may begin or end
                         joined_state_dict()         outer state for the framework's checkpoint
     end of the program  end()                       leaves the run
@@ -144,7 +143,7 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
 
     Args:
         options: Options of the job.
-        environ: Environment variables; they name the folder in which certificates are kept.
+        environ: Environment variables; they name the folder for certificates.
 
     Returns:
         Lines to print at start. Empty without --holmes-join.

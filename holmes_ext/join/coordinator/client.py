@@ -4,7 +4,7 @@ Joined jobs train one model together over a WAN; the coordinator decides when th
 The coordinator may be restarted at any time, so the client repeats a request until its deadline:
 
 1. Connect, if there is no connection.
-2. Send `hello`, which describes the job, if the coordinator does not know the job (yet, or any more).
+2. Send `hello` (the description of the job), if the coordinator does not know the job (yet, or any more).
 3. Send the request. The verdict "wait" means that nothing is decided yet: send it again.
 
 A heartbeat thread with its own connection reports every HEARTBEAT_S seconds that the job is alive.
@@ -37,7 +37,7 @@ from holmes_ext.words import why
 
 #: Seconds after which the coordinator answers an undecided request with "wait".
 POLL_S = 1.0
-#: The same for a request of rounds=async, whose job may have something new to offer by then.
+#: The same for a request of rounds=async: by then, the job may have something new to offer.
 IDLE_S = 0.2
 #: Seconds between two attempts to reach a coordinator that is not there.
 _RETRY_S = 0.5
@@ -170,7 +170,7 @@ class CoordinatorClient:
     def connect_early(self) -> None:
         """Begin to connect in the background; the first ask() uses the connection.
 
-        Over a WAN this takes several round trips, in which the caller can prepare its hello. If it
+        Over a WAN this takes several round trips; meanwhile the caller can prepare its hello. If it
         fails, ask() connects itself, and reports the error.
         """
         channel: Future[Channel] = Future()

@@ -33,7 +33,7 @@ def agreed_claim(claims: Sequence[Claim], committed: int | None, last: int) -> C
         claims: A claim of each job, in the order of the jobs' first hellos.
         committed: Round of the fragment's last outer step that this coordinator saw; None: it saw
             none.
-        last: Last round of the run, which the jobs report to a restarted coordinator.
+        last: Last round of the run; the jobs report it to a restarted coordinator.
 
     Returns:
         The agreed claim; None if no claim is left.

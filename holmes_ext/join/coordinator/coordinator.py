@@ -123,7 +123,7 @@ class Coordinator:
         return self._settlement.checked(name, report, now)
 
     def maps_of(self, asking: str, name: str) -> Reply:
-        """Return the shards and addresses of job `name`, which job `asking` needs for exchanges.
+        """Return the shards and addresses of job `name`, for exchanges of job `asking` with it.
 
         The verdict is "maps", or "void" if there is no such job any more.
         """
@@ -140,5 +140,5 @@ class Coordinator:
         self._membership.gone(name, incarnation, why)
 
     def look(self, now: float) -> None:
-        """Give up the jobs whose last heartbeat is older than their timeout."""
+        """Give up the jobs that have been silent for longer than their timeout."""
         self._membership.look(now)

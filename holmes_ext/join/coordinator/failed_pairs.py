@@ -170,7 +170,7 @@ class _Separation:
 def fewest_to_drop(pairs: Iterable[Pair], by_preference: Iterable[str]) -> set[str]:
     """Return the smallest set of jobs that has at least one job of each pair.
 
-    Of several sets of this size, the set is returned whose jobs come earliest in the order of preference (the
+    Of several sets of this size, that with the earliest jobs in the order of preference is returned (the
     smallest sum of their places).
 
     Args:

@@ -29,7 +29,7 @@ from holmes_ext.join.sockets.handshake import (
 
 #: Purpose of the connection of `holmes join status`.
 STATUS = "status"
-#: Purpose of the connection on which a job reads the settings of the run.
+#: Purpose of a job's connection to read the settings of the run.
 SETTINGS = "settings"
 
 

@@ -155,7 +155,7 @@ class LockStepRounds:
             if ready_for > self._state.number:
                 member.catches_up_after = self._state.number + 1
             member.catches_up_since = now
-            # Earlier rounds begin without waiting for this job, which has no valid weights for
+            # Earlier rounds begin without waiting for this job: it has no valid weights for
             # them.
             member.first_expected_round = max(self._state.number, ready_for) + 1
         # Also true if the awaited round will not end in reasonable time: no job may wait for ever.
@@ -181,7 +181,7 @@ class LockStepRounds:
 
         Args:
             member: The job that waits.
-            round_number: The round, which may not have been opened yet.
+            round_number: The round; it may not have been opened yet.
             now: Current time, in seconds.
         """
         round_state = self._state.rounds.get(round_number)
@@ -234,7 +234,7 @@ class LockStepRounds:
         ]
         missing = [member for member in expected if member.name not in round_state.ready_reports]
         if round_state.half_ready_time is None and 2 * len(missing) <= len(expected):
-            round_state.half_ready_time = now  # from which the deadline counts now
+            round_state.half_ready_time = now  # the deadline counts from it now
         # After a restart of the coordinator, other jobs of the run may not have reconnected yet.
         must_wait = bool(missing) or self._awaited_peers.may_arrive(now)
         if must_wait and now < self._deadline(round_state):

@@ -3,8 +3,7 @@
 Each such rank B keeps an idle connection to the coordinator, its standby line. When rank A of another job
 wants to reach B:
 
-1. A calls the coordinator with purpose "relay", naming B's job, its incarnation (start of the job) and B's
-   rank.
+1. A calls the coordinator with purpose "relay", naming B's job, its incarnation (start), and B's rank.
 2. The coordinator takes B's line out of its table, so that no other caller uses it, and sends on it
    {"call": ID, "job": A's job, "incarnation": ..., "address": A's address, or "" if A cannot be called}.
 3. B tries to call A's address and answers on its line
@@ -39,7 +38,7 @@ from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import shares_host
 
 BUFFER_BYTES = 2**18
-#: Pairs of ranks whose bytes are forwarded at a time.
+#: Pairs of ranks that exchange bytes through the coordinator at a time.
 MOST_PAIRS = 256
 #: Seconds that a caller waits for the standby line of a rank.
 WAIT_S = 10.0
@@ -135,7 +134,7 @@ class PeerRelay:
         # `over` is set by close(), by a newer line of the rank, or by the call() that has used this line.
         while not line.over.wait(_LOOK_S):
             with self._changed:
-                # A line that is not in the table belongs to a call(), which sets `over` at its end.
+                # A line that is not in the table belongs to a call(); that sets `over` at its end.
                 is_in_table = self._lines.get(key) is line
                 # idle(): open, and without received bytes. A rank sends nothing on a line without a call.
                 if is_in_table and not channel.idle():

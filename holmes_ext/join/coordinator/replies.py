@@ -1,4 +1,4 @@
-"""Replies of the coordinator about a round: JSON documents whose "verdict" says how the job continues.
+"""Replies of the coordinator about a round: JSON documents; their "verdict" names the job's next step.
 
 Pure: no clock, no network.
 """

@@ -164,7 +164,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Hello:
-    """A job's description of itself, which it sends to the coordinator when it joins or reconnects.
+    """A job's description of itself, sent to the coordinator when the job joins or reconnects.
 
     It has the facts and settings that must be equal in all jobs, the elements and addresses of each
     rank, and the version of each fragment (part of the model).

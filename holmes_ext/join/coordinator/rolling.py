@@ -86,7 +86,7 @@ class RollingRounds:
         1. "go" if the job is a member of the current round, or "void" if that round has failed
         2. "behind" if the job must first take newer weights from another job
         3. "void" if the job offers a pseudo-gradient that cannot be used
-        4. "go" for a new round, which begins if enough jobs now offer the same fragment
+        4. "go" for a new round; it begins if enough jobs now offer the same fragment
 
         Args:
             name: Name of the job.

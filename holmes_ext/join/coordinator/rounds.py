@@ -123,7 +123,7 @@ class Rounds:
         Jobs that did not take part are marked as outdated.
 
         Args:
-            round_state: The round, whose `outcome` becomes "commit".
+            round_state: The round; its `outcome` becomes "commit".
         """
         state = self._state
         round_state.outcome = "commit"

@@ -1,8 +1,7 @@
 """Server process of the coordinator, started by `holmes join serve`. Needs no torch.
 
-A job opens two connections, for heartbeats and for requests. Each connection has its own thread, and names
-its
-purpose in the handshake:
+A job opens two connections, for heartbeats and for requests. Each connection has its own thread. The caller
+names the purpose in the handshake:
 
     heartbeat   telemetry every HEARTBEAT_S seconds; when the connection closes, the job is gone
     job         requests {"op": "hello" | "enter" | "ready" | "next" | "done" | "checked" | "maps", ...}
@@ -15,7 +14,7 @@ purpose in the handshake:
 
 Protocol of a request:
 
-1. The thread of the connection passes it to `Coordinator`, under a lock. `Coordinator` makes all decisions.
+1. The thread of the connection passes it to `Coordinator`, under a lock: there all decisions are made.
 2. If the coordinator returns None (other jobs must report first), the thread waits on a condition variable
    and tries again whenever another request, a heartbeat or the clock may have changed the decision.
 3. After POLL_S seconds the reply is {"verdict": "wait"}, and the job repeats the request. For "next" it is
@@ -194,8 +193,7 @@ class CoordinatorServer:
         In the handshake the caller shows its certificate, and sends its purpose: a document that names the
         use of the connection (listed at the top of this module). All callers but those of "status" and
         "redeem" are ranks of the job that the certificate names. "status", "settings" and "redeem" get a
-        single reply. For an unknown purpose nothing is done. When this function returns, the listener
-        disconnects.
+        single reply. Any other purpose is ignored. When this function returns, the listener disconnects.
 
         Args:
             guest: The accepted connection. The number of unauthenticated connections is limited; admit()
@@ -363,7 +361,7 @@ class CoordinatorServer:
 
         Reports of other jobs may allow a decision meanwhile. Without one, the reply is "wait", and
         the job repeats its request. Jobs that train meanwhile (rounds=async) get "idle" after
-        IDLE_S, which is shorter.
+        IDLE_S, a shorter time.
 
         Raises:
             HolmesError: The request is malformed, or contradicts the state of the run.

@@ -256,8 +256,7 @@ def drop_preference(failures: Failures, members: Iterable[Member]) -> list[str]:
     A round drops at least one job of each failed pair (two jobs that could not exchange data), and as few
     jobs as possible. Where this leaves a choice, the jobs that come first in this order are dropped:
 
-    1. Jobs that report a failed pair whose other job reports no failure: a false report costs its author
-       most.
+    1. Jobs that report a failed pair whose other job reports no failure: a false report is costly.
     2. Jobs that were not dropped lately: if both jobs report the failure, they are dropped in turns.
     3. Jobs that have joined later.
 
@@ -273,7 +272,7 @@ def drop_preference(failures: Failures, members: Iterable[Member]) -> list[str]:
 
 
 def outer_settings(members: Sequence[Member]) -> Mapping[str, Any]:
-    """Return the --holmes-outer settings, which are equal in all jobs; an empty dict without jobs."""
+    """Return the --holmes-outer settings, equal in all jobs; an empty dict without jobs."""
     if not members:
         return {}
     settings: Mapping[str, Any] = members[0].hello.agreed.get("outer", {})

@@ -1,4 +1,4 @@
-"""Invitation to a run: a file with which a job gets its certificate from `holmes join serve`. Needs no torch.
+"""Invitation to a run: a file that gets a job its certificate from `holmes join serve`. Needs no torch.
 
 An invitation is a JSON file:
 
@@ -41,7 +41,7 @@ from holmes_ext.runtime.sockets import address_text
 
 #: Bytes of the secret.
 _SECRET_BYTES = 18
-#: Purpose of the connection on which a job redeems its invitation.
+#: Purpose of a job's connection to redeem its invitation.
 REDEEM = "redeem"
 _ADVICE = "write one with `holmes join invite NAME --output FILE`"
 
@@ -62,7 +62,7 @@ class Invitation:
         Args:
             job: Name of the job.
             address: HOST:PORT of the coordinator.
-            fingerprint: SHA-256 of the coordinator's certificate, by which the job recognizes it.
+            fingerprint: SHA-256 of the coordinator's certificate; the job recognizes the coordinator by it.
         """
         return cls(job, address, fingerprint, secrets.token_urlsafe(_SECRET_BYTES))
 
@@ -118,7 +118,7 @@ def redeem(
         host: Host of the coordinator.
         port: Port of the coordinator.
         key: Private key of the job; it is not sent.
-        deadline: Time by which the certificate must have been received.
+        deadline: The certificate must have been received by then.
 
     Raises:
         OSError: The coordinator was not reached.

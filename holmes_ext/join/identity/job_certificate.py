@@ -1,4 +1,4 @@
-"""Certificate of a job: how the job gets it, and the file in which it is kept. Needs no torch.
+"""Certificate of a job: how the job gets and keeps it. Needs no torch.
 
 Rank 0 of the job looks in this order:
 
@@ -78,7 +78,7 @@ def obtain_certificate(
         address: Name of the job, and address of the coordinator.
         invitation_file: Value of --holmes-join-invitation; "": not given.
         environ: Environment variables that name the folder for state (XDG_STATE_HOME, HOME).
-        deadline: Time by which the coordinator must have answered.
+        deadline: The coordinator must have answered by then.
 
     Raises:
         OSError: The coordinator was not reached; try again.
@@ -116,7 +116,7 @@ def obtain_certificate(
 
 
 def kept_file(address: JoinAddress, environ: Mapping[str, str]) -> Path:
-    """Return the path of the file in which the certificate of a job is kept."""
+    """Return the path of the file that keeps the certificate of a job."""
     name = f"{address.job}@{address.host}-{address.port}.json".replace("/", "-")
     return state_home(environ) / "join-jobs" / name
 

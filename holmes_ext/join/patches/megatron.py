@@ -43,7 +43,7 @@ from holmes_ext.patches.megatron.features import (
 #: count as steps of the job.
 _OWNER = "megatron-core"
 
-#: The chunks of the model whose optimizer was constructed last.
+#: The chunks of the model for the optimizer that was constructed last.
 _chunks: list[Any] = []
 #: Its list of instances is not empty while MixedPrecisionOptimizer takes a step that no overflow prevents.
 #: Such a step runs the inner optimizer, then _copy_main_params_to_model_params().

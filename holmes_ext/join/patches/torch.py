@@ -92,7 +92,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     # claim() makes the first optimizer of the process the owner, and joins the other jobs with its weights.
     # The exchange with these jobs counts the owner's steps only. claim() is True for the owner.
     is_first_optimizer = training.claim(optimizer, adapter)
-    # The owner may also be an engine, e.g. DeepSpeed's, which has this optimizer and counts its steps.
+    # The owner may also be an engine, e.g. DeepSpeed's, that has this optimizer and counts its steps.
     is_owned_by_optimizer = isinstance(training.owner(), Optimizer)
     if not is_first_optimizer and is_owned_by_optimizer:
         raise HolmesError(
@@ -145,7 +145,7 @@ def weights_of(optimizer: Any) -> training.WeightShards:
 def _parameters(optimizer: Any) -> list[tuple[str, Any]]:
     """Return (name, parameter) of all parameters of an optimizer that require a gradient.
 
-    The name is that which the program gave to the optimizer, or is like "group 0 parameter 3".
+    The program may have given names to the optimizer; otherwise they are like "group 0 parameter 3".
     """
     parameters = []
     for group_number, group in enumerate(optimizer.param_groups):
@@ -222,7 +222,7 @@ def _sample_job_part(call, instance, num_replicas, rank):
     So in a job of R ranks, rank r becomes replica k + K * r of K * R.
 
     Args:
-        call: Runs the original with its arguments, of which keywords may be replaced.
+        call: Runs the original with its arguments; keyword arguments replace some of them.
         instance: The sampler.
         num_replicas: Number of ranks; None: that of the default process group.
         rank: This rank; None: that of the default process group.

@@ -254,7 +254,7 @@ class PeerLinks:
         Args:
             peer: The rank of another job.
             lane: Number of the connection to this peer, from 0.
-            deadline: Time by which the connection must be open.
+            deadline: The connection must be open by then.
 
         Raises:
             OSError: There is no connection before the deadline.
@@ -264,7 +264,7 @@ class PeerLinks:
         peer_calls = self.job > peer.job
         calling = deadline.part(_CALLING_S, "calling")
         waiting = deadline
-        if self.routes.address and not is_relayed:  # a direct call, which does not take long
+        if self.routes.address and not is_relayed:  # a direct call; it does not take long
             waiting = deadline.part(_CALLED_S, "waiting for a call")
         reason = ""  # why the last call failed
         while not self._closed:

@@ -2,8 +2,7 @@
 
     direct      the caller connects to the address that the other rank has published
     reversed    the other rank cannot be called (firewall, no open port). It keeps a standby line to the
-                coordinator. The coordinator announces the call there, and the other rank then connects to the
-                caller
+                coordinator. The coordinator announces the call there, and the other rank calls back
     relayed     neither rank can be called, or a direct connection between the two jobs has failed: the
                 coordinator forwards the bytes (coordinator/relay.py)
 
@@ -50,10 +49,10 @@ _RELAY_S = 25.0
 _RETRY_S = 2.0
 #: Seconds without a call after which a standby line is opened anew.
 _STANDING_S = 3600.0
-#: Most connections at a time whose caller is not authenticated yet: in all, and from the same address.
+#: Most connections at a time with callers that are not authenticated yet: in all, and from the same address.
 _MOST_UNPROVEN = 32
 _PER_ADDRESS = 16
-#: Connections at a time whose caller is authenticated.
+#: Connections at a time with authenticated callers.
 _ADMITTED = 512
 #: Addresses that could not be called back and are remembered, at most.
 _MOST_UNREACHABLE = 4096
@@ -128,7 +127,7 @@ class Routes:
         self._place = place
         self._credentials = place.credentials
         self._incoming = incoming
-        # Id of a request -> queue at which the thread that has sent it waits. The request is for a
+        # Id of a request -> queue of the thread that has sent it and waits. The request is for a
         # callback: a rank that accepts no connections shall connect to this rank instead.
         self._callbacks: dict[str, _ExpectedCallback] = {}
         # Addresses of callers that could not be called back; they are not tried again.
@@ -156,7 +155,7 @@ class Routes:
             self._start_to_stand_by()
 
     def close(self) -> None:
-        """Stop listening, and close the standby line (on which the coordinator announces calls)."""
+        """Stop listening, and close the standby line (the coordinator announces calls there)."""
         self._closed = True
         if self._listener is not None:
             self._listener.close()
@@ -183,7 +182,7 @@ class Routes:
         Args:
             peer: The rank.
             purpose: Use of the connection, for the handshake, such as {"purpose": "exchange", "lane": 0}.
-            deadline: Time by which the connection must be open.
+            deadline: The connection must be open by then.
 
         Raises:
             OSError: The rank cannot be reached, or refuses the connection.
@@ -205,7 +204,7 @@ class Routes:
 
         Args:
             purpose: Use of the connection: "relay" or "standby".
-            deadline: Time by which the connection must be open.
+            deadline: The connection must be open by then.
             more: Further keys of the handshake's document.
         """
         facts = {**self.identity.facts, "purpose": purpose, **more}
@@ -221,7 +220,7 @@ class Routes:
         Args:
             peer: The rank.
             facts: Document of the handshake: this rank's identity, and the use of the connection.
-            deadline: Time by which the connection must be open.
+            deadline: The connection must be open by then.
 
         Raises:
             OSError: The rank has no standby line, or does not answer.

@@ -100,7 +100,7 @@ class PeerTransfer:
                 data, with its number of bytes. The other end compares them with its own.
             out: Buffers with the bytes to send.
             into: Buffers to fill with received bytes; the sum of their sizes is the expected number.
-            deadline: Time by which all bytes must have been moved. Only stored here: run() checks it.
+            deadline: All bytes must have been moved by then. Only stored here: run() checks it.
         """
         self.peer = peer
         self.connection = channel.socket

@@ -21,7 +21,7 @@ With d_j the pseudo-gradient of job j, w_j its share of the tokens, and J jobs:
 
 The last three need only the inner products d_i . d_j (the Gram matrix), and their result is a sum of
 c_j d_j. Each rank computes the products of its own elements, an all-reduce over the job adds them up, and
-the J numbers c_j suffice to combine the elements of each rank. So the way in which a job shards its
+the J numbers c_j suffice to combine the elements of each rank. So the way a job shards its
 weights does not change the result. (The implementations of byzfl take whole vectors; the tests compare
 ours with them.)
 """

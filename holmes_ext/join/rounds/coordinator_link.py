@@ -244,7 +244,7 @@ class RemoteJobs:
     """Cache of the ranks of other jobs: the elements that they exchange, and their addresses.
 
     Args:
-        coordinator: Requests to the coordinator, which has the ranks of all jobs.
+        coordinator: Sends requests to the coordinator. That has the ranks of all jobs.
         job_ranks: Collectives over the ranks of this job.
         position: Position of this rank in the model-parallel grid.
         total: Number of elements at this position.

@@ -21,7 +21,7 @@ class RoundResult:
     round: int  # last round that the run has seen
     why: str = ""  # reason of a void round
     source: str = ""  # job that gave weights, with the verdict "taken"
-    fragments: list[int] = field(default_factory=list)  # whose anchors the round changes
+    fragments: list[int] = field(default_factory=list)  # fragments with new anchors
     members: dict[str, float] = field(default_factory=dict)  # job -> share of its pseudo-gradient
     #: Job whose pseudo-gradient did not count -> reason.
     left_out: dict[str, str] = field(default_factory=dict)

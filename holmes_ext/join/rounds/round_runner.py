@@ -91,7 +91,7 @@ class RoundRunner:
             ranges: Elements that each rank of this job exchanges with other jobs; only the ranks at
                 this rank's position of the model-parallel grid.
             job_ranks: Collectives over this job's ranks. Once the thread runs, only it uses them.
-            links: Connections to ranks of other jobs, over which tensors are sent.
+            links: Connections to ranks of other jobs, for tensors.
             coordinator: Collective requests to the coordinator.
             job: Name of this job.
         """
@@ -363,8 +363,8 @@ class RoundRunner:
         self.remote.forget(unreached)
         faults: dict[str, str] = {}
         if not unreached:
-            # Jobs whose data is implausible by the Gram matrix: by its length, which must not exceed the
-            # claimed norm, or by its direction. A job does not accuse itself.
+            # Jobs whose data is implausible by the Gram matrix: by its length (it must not exceed the
+            # claimed norm), or by its direction. A job does not accuse itself.
             faults = self._screening.faults(in_flight.fragment, names, gram, verdict["norms"])
             faults.pop(self.job, None)
         return _Received(attempt, names, gradients, gram, unreached, faults)

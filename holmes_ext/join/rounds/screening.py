@@ -6,7 +6,7 @@ report the same (coordinator/consensus.py). Pseudo-gradients are unusable if the
     are not finite              contain a NaN or an infinity
     are longer than claimed     their length exceeds the norm that the job reported when it was ready
     point in another direction  their typical cosine with the others' is less than a tenth of the usual cosine
-                                (a flipped sign, noise). Only for aggregate=mean or flag, which are not robust
+                                (a flipped sign, noise). Only for aggregate=mean or flag: they are not robust
                                 against single directions, and three jobs or more
     are repeated                their length equals, to the last digit, a length of an earlier round
 """

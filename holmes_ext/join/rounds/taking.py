@@ -1,4 +1,4 @@
-"""Taking of fragments from another job whose weights are newer, on all ranks of this job at once.
+"""Taking of fragments from another job with newer weights, on all ranks of this job at once.
 
 The coordinator's verdict "behind" names the other job (the donor), the fragments (parts of the model), and
 their versions (rounds of the last outer steps). A fragment has an anchor (weights after the last outer step)

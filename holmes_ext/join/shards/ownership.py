@@ -4,8 +4,7 @@ All weights at a position of the model-parallel grid (pipeline stage, tensor-par
 the model's order, so that element i is the same weight in every job. A rank holds ranges of elements: all
 elements under plain data parallelism, a shard under ZeRO, FSDP or a distributed optimizer.
 
-    job east, 2 replicas       [ rank 0       ][ rank 1          ]  each replica exchanges half of the
-    elements
+    job east, 2 replicas       [ rank 0       ][ rank 1          ]  each replica exchanges half
     job west, sharded over 3   [ rank 0  ][ rank 1     ][ rank 2 ]  each rank exchanges its shard
     pieces of the exchange     [ 0-0     ][0-1 ][1-1   ][ 1-2    ]  cut wherever the rank changes in some job
 

@@ -2,8 +2,7 @@
 
     anchor      float32: weights after the fragment's last outer step, with the same bits in every job
     momentum    of the outer optimizer, if it has a momentum: float32 (bfloat16 beside a residual)
-    residual    rounding errors of the codec, added to the job's next pseudo-gradient: bfloat16 (int8 and
-    2bit)
+    residual    rounding errors of the codec, added to its next input: bfloat16 (int8 and 2bit)
 
 So an element takes 4 + 4 bytes, with int8 and 2bit 4 + 2 + 2. The training thread changes fragments, and
 other threads copy them for jobs with outdated weights; a lock protects them.

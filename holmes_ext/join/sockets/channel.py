@@ -103,7 +103,7 @@ class Channel:
 
         Args:
             document: The document.
-            deadline: Time by which it must be sent.
+            deadline: The document must be sent by then.
             reserve: Called before sending, with the size of the encoded document in bytes. It can limit
                 the memory of all messages under way by raising an error.
         """
@@ -121,7 +121,7 @@ class Channel:
         """Receive a JSON document.
 
         Args:
-            deadline: Time by which the document must be complete. It must also be complete soon after
+            deadline: The document must be complete by then. It must also be complete soon after
                 its first byte (see FRAME_S).
             longest: Largest accepted size, in bytes.
             reserve: Called with a number of bytes before the document takes that much memory; it

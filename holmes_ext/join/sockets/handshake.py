@@ -10,8 +10,7 @@ certificate has shown this name. The listener answers a caller only if the purpo
 caller's certificate. Both refuse certificates that were revoked. Nothing else authenticates the ends or their
 messages.
 
-A failure of TLS itself proves nothing, because anybody on the way can cause it: it is a ConnectionError, and
-the caller tries again.
+Anybody on the way can make TLS fail. This proves nothing: it is a ConnectionError, and the caller retries.
 """
 
 from __future__ import annotations
@@ -184,7 +183,7 @@ def call(
         credentials: Certificate and CA of this process.
         name: Name that the listener's certificate must have.
         purpose: Use of the connection ("purpose"), and name of the caller's job ("job").
-        deadline: Time by which the handshake must be complete.
+        deadline: The handshake must be complete by then.
     """
     connection = connect(host, port, deadline)
     return greet(connection, address_text(host, port), credentials, name, purpose, deadline)
@@ -206,7 +205,7 @@ def greet(
         credentials: Certificate and CA of this process.
         name: Name that the listener's certificate must have.
         purpose: Use of the connection ("purpose"), and name of the caller's job ("job").
-        deadline: Time by which the handshake must be complete.
+        deadline: The handshake must be complete by then.
 
     Raises:
         OSError: The listener was not reached, or the connection broke, also during TLS.
@@ -267,7 +266,7 @@ def start_tls(
         connection: The TCP connection; closed if the handshake fails.
         context: TLS context of the caller.
         where: Name of the listener in error messages.
-        deadline: Time by which the handshake must be complete.
+        deadline: The handshake must be complete by then.
 
     Raises:
         NotAuthentic: The listener does not speak TLS, or has no certificate of the CA.
@@ -303,7 +302,7 @@ def send_purpose(channel: Channel, where: str, purpose: Purpose, deadline: Deadl
         channel: The connection.
         where: Name of the listener in error messages.
         purpose: Use of the connection, and name of the caller's job.
-        deadline: Time by which the listener must have accepted.
+        deadline: The listener must have accepted by then.
 
     Raises:
         Refused: The listener rejected the caller, or speaks another version of the protocol.
@@ -345,7 +344,7 @@ def problem_of_caller(purpose: Purpose, holder: Holder) -> str:
     """Return why a caller may not act for the job that its purpose names; "" if it may.
 
     Args:
-        purpose: Document of the caller; its key "job" is the job for which it claims to act.
+        purpose: Document of the caller; its key "job" names the job that the caller claims to be.
         holder: Names in the caller's certificate; that job must be among them.
     """
     job = printable(str(purpose.get("job", "")), 100)
@@ -366,7 +365,7 @@ def answer(
     Args:
         connection: TCP connection from a caller.
         credentials: Certificate and CA of this process.
-        deadline: Time by which the handshake must be complete.
+        deadline: The handshake must be complete by then.
         problem_of: Returns why a caller with a purpose and a certificate is rejected; "": it is accepted.
         on_tls: Called with the TLS socket that takes the place of `connection`.
 
@@ -432,7 +431,7 @@ def _accept_tls(
     Args:
         connection: The TCP connection; closed if the handshake fails.
         context: TLS context of the listener.
-        deadline: Time by which the handshake must be complete.
+        deadline: The handshake must be complete by then.
         on_tls: Called with the TLS socket before the handshake. While the handshake blocks, another
             thread can end it by closing this socket. It cannot do so with `connection`: that object
             has lost its TCP connection to the TLS socket.
@@ -489,7 +488,7 @@ def _receive(channel: Channel, where: str, deadline: Deadline) -> dict[str, Any]
     Args:
         channel: Connection to the process that sends it.
         where: Name of the process in error messages.
-        deadline: Time by which the object must be complete.
+        deadline: The object must be complete by then.
 
     Raises:
         NotHolmes: Something else was received.
