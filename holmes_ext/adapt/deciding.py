@@ -250,20 +250,8 @@ class Deciding:
             reductions = {json.dumps(window["way"]) for window in windows}
             if len(reductions) != 1:
                 return []
-            busy_s: dict[str, float] = {}  # network -> shortest time of the stage's ranks
-            for window in windows:
-                for network, seconds in window["busy"].items():
-                    busy_s[network] = min(seconds, busy_s.get(network, seconds))
-            first = windows[0]
-            measured_stage = MeasuredReductions(
-                reduction=Table(first["way"], "report").into(ReductionSpec),
-                size=max(window["bytes"] for window in windows),
-                seconds=min(window["seconds"] for window in windows),
-                exposed_s=min(window["exposed"] for window in windows),
-                busy=busy_s,
-                end_s=end_s - min(end_s_of_stage),  # after the stage that ends first
-            )
-            measured_stages.append(measured_stage)
+            seconds_after_first_stage = end_s - min(end_s_of_stage)
+            measured_stages.append(_merged_windows(windows, seconds_after_first_stage))
         return measured_stages
 
     def _ends_of_backward(self, measured_plan: Plan | None) -> list[float]:
@@ -439,6 +427,27 @@ def change_of(proposal: dict[str, Any]) -> Changes:
     """
     change: Changes = Table(proposal["change"], "proposal").into(CHANGES[proposal["kind"]])
     return change
+
+
+def _merged_windows(windows: list[dict[str, Any]], end_s: float) -> MeasuredReductions:
+    """Return the measurements of a stage from those of its ranks; of all times, the shortest counts.
+
+    Args:
+        windows: Measurements of each rank of the stage (ReductionWindow.report), with the same algorithm.
+        end_s: End of the stage's last backward pass, in seconds after that of the stage that ends first.
+    """
+    busy_s: dict[str, float] = {}  # network -> shortest time of the ranks
+    for window in windows:
+        for network, seconds in window["busy"].items():
+            busy_s[network] = min(seconds, busy_s.get(network, seconds))
+    return MeasuredReductions(
+        reduction=Table(windows[0]["way"], "report").into(ReductionSpec),
+        size=max(window["bytes"] for window in windows),
+        seconds=min(window["seconds"] for window in windows),
+        exposed_s=min(window["exposed"] for window in windows),
+        busy=busy_s,
+        end_s=end_s,
+    )
 
 
 def memory_of(reports: list[dict[str, Any]], profile: Profile) -> list[Room]:

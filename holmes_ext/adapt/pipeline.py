@@ -405,9 +405,10 @@ class PipelineEvaluator:
             in_flight = decided.in_flight()
             if self.options.inflight == "auto":
                 in_flight = quickest(plan, stage_links, in_flight)
-        if not in_flight and now and plan.sizes is not None:
-            # The engine's own schedule (1F1B) is best. A running job cannot return to it, but it can
-            # have as many micro-batches in flight: 1 on the last stage, 2 on the stage before, ...
+        wants_own_schedule = not in_flight  # the engine's own schedule, 1F1B
+        if wants_own_schedule and now and plan.sizes is not None:
+            # A running job cannot return to 1F1B, but it can have as many micro-batches in flight: 1 on
+            # the last stage, 2 on the stage before, ...
             counts_of_1f1b = range(plan.sizes.pipeline, 0, -1)
             in_flight = tuple(min(count, plan.workload.micro_batches) for count in counts_of_1f1b)
         if in_flight == now:

@@ -361,16 +361,7 @@ class ReductionEvaluator:
         after = tuple(choice.reduction for choice in choices)
         if after == current:
             return None
-        # The step ends when the last stage has its gradients. The seconds that reductions save come
-        # off the program's wait for them (exposed_s), because the part of a reduction that overlaps
-        # the backward pass stays the same.
-        ends_now_s = []  # ends of the waits for reductions, by stage
-        ends_then_s = []
-        for measured_stage, choice in zip(measured_stages, choices):
-            exposed_then_s = measured_stage.exposed_s - measured_stage.seconds + choice.seconds
-            ends_now_s.append(measured_stage.end_s + measured_stage.exposed_s)
-            ends_then_s.append(measured_stage.end_s + max(0.0, exposed_then_s))
-        then_s = step_s + max(ends_then_s) - max(ends_now_s)
+        then_s = step_s - _saved_s(measured_stages, choices)
         change = ReductionChange(
             before=current, after=after, size=size, now_s=step_s, then_s=then_s
         )
@@ -452,6 +443,26 @@ class ReductionEvaluator:
         self, plan: Plan, measured_stages: Sequence[MeasuredReductions]
     ) -> Plan:
         return measured_networks(plan, self.network_api, self.options, self.engine, measured_stages)
+
+
+def _saved_s(measured_stages: Sequence[MeasuredReductions], choices: Sequence[_Choice]) -> float:
+    """Return the seconds by which other algorithms for the reductions would shorten a step.
+
+    The step ends when the last stage has its gradients. A shorter reduction shortens the program's wait
+    for it (exposed_s). The part of a reduction that overlaps the backward pass stays the same.
+
+    Args:
+        measured_stages: Measurements of the reductions of each stage.
+        choices: The other algorithm of each stage, with its predicted time.
+    """
+    ends_now_s = []  # ends of the waits for reductions, by stage
+    ends_then_s = []
+    for measured_stage, choice in zip(measured_stages, choices):
+        shorter_s = measured_stage.seconds - choice.seconds
+        exposed_then_s = max(0.0, measured_stage.exposed_s - shorter_s)
+        ends_now_s.append(measured_stage.end_s + measured_stage.exposed_s)
+        ends_then_s.append(measured_stage.end_s + exposed_then_s)
+    return max(ends_now_s) - max(ends_then_s)
 
 
 def _networks_inside(group: FamilyReductions) -> list[str]:

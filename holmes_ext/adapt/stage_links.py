@@ -116,8 +116,7 @@ def stage_links_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
         reports: Reports of all ranks (StepWindow.report).
     """
     stage_of_rank = {report["rank"]: report["stage"] for report in reports}
-    # (sending rank, receiving rank) -> messages of each step. `sent` has the times in the sender's
-    # report, `received` the times in the receiver's report about the same messages.
+    # The times in the sender's report, and those in the receiver's report about the same messages.
     sent: _MessagesByRanks = {}
     received: _MessagesByRanks = {}
     for report in reports:
@@ -130,32 +129,45 @@ def stage_links_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     stage_link_s: dict[int, float] = {}
     for sender, receiver in sent:
         stage = stage_of_rank[sender]
-        # Each pair of ranks is handled once, when its activations come up (to the next stage). Its
-        # gradients, in the opposite direction, are `backward` below.
+        # Each pair of ranks is handled once: as (rank of a stage, rank of the next stage).
         if stage_of_rank.get(receiver) != stage + 1:
             continue
-        forward = sender, receiver
-        backward = receiver, sender
-        seconds_of_steps = []
-        for step in zip(
-            sent.get(forward, []),
-            received.get(forward, []),
-            sent.get(backward, []),
-            received.get(backward, []),
-        ):
-            sent_forward, received_forward, sent_backward, received_backward = step
-            # _direction() joins the times of both ranks for a direction. None: no program waited for
-            # a message, so its time of arrival is unknown.
-            seconds = stage_link_of(
-                _direction(sent_forward, received_forward),
-                _direction(sent_backward, received_backward),
-            )
-            if seconds is not None:
-                seconds_of_steps.append(seconds)
-        if seconds_of_steps:
-            pair_s = statistics.median(seconds_of_steps)
+        pair_s = _seconds_of_pair(sender, receiver, sent, received)
+        if pair_s is not None:
             stage_link_s[stage] = max(stage_link_s.get(stage, 0.0), pair_s)
     return stage_link_s
+
+
+def _seconds_of_pair(
+    rank: int, next_rank: int, sent: _MessagesByRanks, received: _MessagesByRanks
+) -> float | None:
+    """Return the median transfer time of a message between two ranks, over the reported steps.
+
+    Args:
+        rank: Rank of a stage.
+        next_rank: Rank of the next stage, to which `rank` sends activations.
+        sent: Messages with the times in the sender's report.
+        received: The same messages with the times in the receiver's report.
+
+    Returns:
+        The time in seconds; None if in no step both programs waited for a message.
+    """
+    forward = rank, next_rank  # activations
+    backward = next_rank, rank  # gradients
+    seconds_of_steps = []
+    for sent_forward, received_forward, sent_backward, received_backward in zip(
+        sent.get(forward, []),
+        received.get(forward, []),
+        sent.get(backward, []),
+        received.get(backward, []),
+    ):
+        seconds = stage_link_of(
+            _direction(sent_forward, received_forward),
+            _direction(sent_backward, received_backward),
+        )
+        if seconds is not None:
+            seconds_of_steps.append(seconds)
+    return statistics.median(seconds_of_steps) if seconds_of_steps else None
 
 
 def _direction(sent: _Messages, received: _Messages) -> Direction:

@@ -79,8 +79,8 @@ class ReductionWindow:
         for op in ops:
             intervals_on.setdefault(op.group.transport.fabric, []).append((op.start, op.end))
         if reduction is None:
-            # DistributedDataParallel waits inside of torch, where no wait is measured. It begins
-            # when the last bucket has been launched, and ends with the last all-reduce.
+            # DistributedDataParallel waits inside of torch, and no wait is measured there. The wait
+            # begins when the last bucket has been launched, and ends with the last all-reduce.
             wait_begin = launch_ends[-1]
             wait_end = max((op.end for op in ops), default=0.0)
             exposed_s = max(0.0, wait_end - wait_begin)

@@ -8,7 +8,7 @@ same order, and an error on one rank is raised on all of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -141,16 +141,8 @@ def join(
     links: PeerLinks = job_ranks.run_on_all_ranks(lambda: _links(place, identity, state))
     addresses = job_ranks.all_gather(links.address)
     descriptions = job_ranks.all_gather(weights_here.named())
-    weights_by_position: dict[str, Any] = {}  # all ranks at a position have the same description
-    for layout, description in zip(layouts, descriptions):
-        weights_by_position.setdefault(f"weights at {layout.position}", description)
-    constant_hello = {
-        "agreed": {"outer": settings.agreed(), **weights_by_position, **agreed},
-        "maps": {position: _flat(owned) for position, owned in maps.items()},
-        "addresses": addresses,
-        "min": settings.min,
-        "timeout": settings.timeout,
-    }
+    agreed = {**_descriptions_by_position(layouts, descriptions), **agreed}
+    constant_hello = _constant_hello(settings, agreed, maps, addresses)
     coordinator = CoordinatorLink(client, job_ranks, settings.timeout, place.credentials)
     is_rolling = settings.rounds == "async"
     runner_class = RollingRunner if is_rolling else RoundRunner
@@ -164,6 +156,46 @@ def join(
     if client is not None:
         client.start_heartbeat(lambda: {"round": rounds.number, "step": loop.steps, **status()})
     return loop
+
+
+def _constant_hello(
+    settings: OuterSettings,
+    agreed: Mapping[str, Any],
+    maps: Mapping[str, list[RankRange]],
+    addresses: list[str],
+) -> dict[str, Any]:
+    """Return the keys of the job's hello (reports.Hello) that never change.
+
+    Args:
+        settings: The --holmes-outer settings.
+        agreed: Facts that must be equal in all jobs, besides the settings.
+        maps: Position -> ranges of elements, each with the rank that exchanges it.
+        addresses: HOST:PORT of each rank; "": the rank cannot be called.
+    """
+    return {
+        "agreed": {"outer": settings.agreed(), **agreed},
+        "maps": {position: _flat(owned) for position, owned in maps.items()},
+        "addresses": addresses,
+        "min": settings.min,
+        "timeout": settings.timeout,
+    }
+
+
+def _descriptions_by_position(
+    layouts: list[_Layout], descriptions: Sequence[Any]
+) -> dict[str, Any]:
+    """Return "weights at POSITION" -> description of the tensors there, for the comparison of jobs.
+
+    All ranks at a position have the same tensors, so the description of the first rank is used.
+
+    Args:
+        layouts: Weights that each rank holds, in rank order.
+        descriptions: Result of Weights.named() on each rank.
+    """
+    by_position: dict[str, Any] = {}
+    for layout, description in zip(layouts, descriptions):
+        by_position.setdefault(f"weights at {layout.position}", description)
+    return by_position
 
 
 def _gloo_group() -> dist.ProcessGroup | None:

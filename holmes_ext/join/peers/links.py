@@ -186,26 +186,14 @@ class PeerLinks:
         # failed: job -> reason. A peer whose connections are open waits `patience_s` for a first byte from
         # this rank, also while this rank still connects to other peers. So connecting takes only half of it.
         channels_of, failed = self._connect(sizes, patience_s / 2)
-        # Each lane has a thread for its transfers with all peers.
-        transfers_of_lane: dict[int, list[PeerTransfer]] = defaultdict(list)
-        for peer, channels in channels_of.items():
-            # For all bytes of this peer; computed from the best rate that the peer's job has reached.
-            deadline = self._speed.deadline(peer, sizes[peer], patience_s)
-            out = split(outgoing.get(peer, []), len(channels))
-            into = split(incoming.get(peer, []), len(channels))
-            for lane, channel in enumerate(channels):
-                transfer = PeerTransfer(
-                    peer,
-                    channel,
-                    label=(number, attempt),
-                    out=out[lane],
-                    into=into[lane],
-                    deadline=deadline,
-                )
-                transfers_of_lane[lane].append(transfer)
+        # For all bytes of a peer; computed from the best rate that the peer's job has reached.
+        deadlines = {
+            peer: self._speed.deadline(peer, sizes[peer], patience_s) for peer in channels_of
+        }
+        lanes = _transfers_of_lanes(channels_of, outgoing, incoming, (number, attempt), deadlines)
         # A transfer fails after its deadline, or after `patience_s` seconds without a byte.
-        failed |= _run_lanes(list(transfers_of_lane.values()), patience_s)
-        for transfers in transfers_of_lane.values():
+        failed |= _run_lanes(lanes, patience_s)
+        for transfers in lanes:
             self.sent += sum(transfer.sent for transfer in transfers)
             self.received += sum(transfer.received for transfer in transfers)
         for peer in channels_of:
@@ -362,6 +350,42 @@ def split(buffers: Sequence[memoryview], parts: int) -> list[list[memoryview]]:
 
 def _total_bytes(buffers: Iterable[memoryview]) -> int:
     return sum(map(len, buffers))
+
+
+def _transfers_of_lanes(
+    channels_of: Mapping[Peer, Sequence[Channel]],
+    outgoing: Exchange,
+    incoming: Exchange,
+    label: tuple[int, int],
+    deadlines: Mapping[Peer, Deadline],
+) -> list[list[PeerTransfer]]:
+    """Divide the bytes to and from each peer among its connections (lanes); nothing is sent yet.
+
+    Args:
+        channels_of: Peer -> its connections, by lane.
+        outgoing: Bytes to send to each peer.
+        incoming: Buffers for the bytes of each peer.
+        label: Number of the round, and of the attempt within the round.
+        deadlines: Peer -> time by which all its bytes must have been moved.
+
+    Returns:
+        For each lane, its transfers: at most one for each peer.
+    """
+    transfers_of_lane: dict[int, list[PeerTransfer]] = defaultdict(list)
+    for peer, channels in channels_of.items():
+        out = split(outgoing.get(peer, []), len(channels))
+        into = split(incoming.get(peer, []), len(channels))
+        for lane, channel in enumerate(channels):
+            transfer = PeerTransfer(
+                peer,
+                channel,
+                label,
+                out=out[lane],
+                into=into[lane],
+                deadline=deadlines[peer],
+            )
+            transfers_of_lane[lane].append(transfer)
+    return list(transfers_of_lane.values())
 
 
 def _run_lanes(lanes: Sequence[list[PeerTransfer]], patience_s: float) -> dict[str, str]:

@@ -244,11 +244,8 @@ class Routes:
             )
             try:
                 reply = channel.receive(deadline)
-                if reply.get("relay") == "reversed":  # another thread accepts the rank's call
-                    timeout_s = max(_LEAST_TIMEOUT_S, deadline.left)
-                    reversed_channel = callback.channels.get(timeout=timeout_s)
-                    reversed_channel.send(facts, deadline)
-                    return reversed_channel
+                if reply.get("relay") == "reversed":  # the rank has connected to this rank
+                    return _await_callback(callback, facts, deadline)
                 if reply.get("relay") != "go":
                     reason = reply.get("error", "it has no standing line to the coordinator")
                     raise ConnectionError(str(reason))
@@ -257,8 +254,6 @@ class Routes:
             finally:
                 channel.close()
             return greet(connection, str(peer), self._credentials, peer.job, facts, deadline)
-        except queue.Empty:
-            raise TimeoutError("it did not call back") from None
         finally:
             del self._callbacks[call_id]
 
@@ -458,3 +453,26 @@ class Routes:
         except (OSError, HolmesError):
             pass
         connection.close()
+
+
+def _await_callback(
+    callback: _ExpectedCallback, facts: Mapping[str, Any], deadline: Deadline
+) -> Channel:
+    """Wait until the called rank has connected to this rank, and return the connection.
+
+    Args:
+        callback: Its queue gets the connection from another thread of this rank, which accepts it.
+        facts: This rank's identity, and the use of the connection; sent on it.
+        deadline: End of the wait.
+
+    Raises:
+        TimeoutError: The rank has not connected in time.
+        OSError: The connection broke.
+    """
+    timeout_s = max(_LEAST_TIMEOUT_S, deadline.left)
+    try:
+        channel = callback.channels.get(timeout=timeout_s)
+    except queue.Empty:
+        raise TimeoutError("it did not call back") from None
+    channel.send(dict(facts), deadline)
+    return channel
