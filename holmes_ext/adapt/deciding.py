@@ -281,7 +281,8 @@ class Deciding:
     def _stage_link_seconds(self, measured_plan: Plan) -> tuple[float, ...]:
         """Return the seconds that a message to the next stage takes, for each stage but the last.
 
-        A time is the measured time if the plan has it; otherwise it is predicted from the networks' rates.
+        The plan's measured time is returned for each stage that has a measured time. Otherwise the time is
+        predicted from the networks' rates.
         """
         options = self.current.options
         decided = decisions(measured_plan, self.network_api, options, self.current.engine)

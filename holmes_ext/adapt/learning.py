@@ -311,7 +311,7 @@ class Replanner:
 
 
 class _Running:
-    """Global state of re-planning in this process: hooks are functions, and have no object for it."""
+    """Global state of re-planning in this process; the hooks below are functions, and share it."""
 
     replanner: Replanner | None = None  # None before the first step
     #: Parallel sizes and micro-batches a step for which `replanner` was started.
@@ -424,9 +424,9 @@ def begin_sums(current: Session, ranks: tuple[int, ...], network_api: str, reduc
     if _Running.reducer() is reducer:
 
         def describe() -> Stage:
-            """Return the description of a stage that has the whole model: there is no pipeline.
+            """Describe a pipeline of a single stage that has the whole model.
 
-            The single layers are not described, so that only whole steps are measured.
+            Its layers are not described, so only whole steps are measured.
             """
             return Stage(
                 framework="torch",

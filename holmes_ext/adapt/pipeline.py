@@ -72,7 +72,7 @@ class Change:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Value that is equal for equal changes: a change that did not help is recognized by it."""
+        """Value by which Trials recognizes an equal change that did not help."""
         return self.in_flight
 
     @property
@@ -260,7 +260,7 @@ class _Trial:
 
 
 class EndedTrial(NamedTuple):
-    """Result of the trial of a change."""
+    """Result of the trial of a change: some steps were trained with it, to measure its effect."""
 
     change: Any
     step_s: float  # measured seconds of a step with the change

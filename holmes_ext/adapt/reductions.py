@@ -67,7 +67,7 @@ class ReductionChange:
 
     @property
     def key(self) -> tuple[_ReductionKey, ...]:
-        """Value that is equal for similar changes: a change that did not help is recognized by it.
+        """Value by which Trials recognizes a similar change that did not help.
 
         Changes are similar if all stages get the same algorithms, with the same bytes of buckets or
         chunks after rounding to powers of two.

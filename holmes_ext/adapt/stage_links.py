@@ -43,7 +43,10 @@ class Direction(NamedTuple):
     received: Receives  # on the receiver's clock
 
     def raw_seconds(self) -> list[float]:
-        """Return the time of each message that was waited for, with the clock difference in it."""
+        """Return the seconds from sending to arrival of each message that the program waited for.
+
+        The two times are those of different clocks, so the clock difference is part of the result.
+        """
         return [
             receive.received - self.sent[micro_batch]
             for micro_batch, receive in self.received.items()

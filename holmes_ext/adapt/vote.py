@@ -52,7 +52,7 @@ class Stopped(Exception):
 
 
 class VoteResult(NamedTuple):
-    """Result of a ballot."""
+    """Result of a ballot: the proposed change, and the verdict of all ranks."""
 
     proposal: dict[str, Any]
     verdict: str  # ADOPT_CHANGE or KEEP_PLAN; "" if no change was proposed

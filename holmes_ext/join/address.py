@@ -111,7 +111,7 @@ def parse_address(text: str) -> JoinAddress:
 
 
 def is_loopback_address(address: str) -> bool:
-    """Return whether HOST:PORT is of a loopback interface: only processes of the same host can call it."""
+    """Return whether HOST:PORT is a loopback address: only processes of the same host can connect to it."""
     try:
         host, _ = split_address(address)
     except ValueError:

@@ -55,7 +55,7 @@ class Schedule(Protocol):
     period: int  # length of a period: every / fragments inner steps
 
     def capture(self) -> int:
-        """Capture the next fragment's pseudo-gradient; return the fragment's index."""
+        """Compute and keep the next fragment's pseudo-gradient; return the fragment's index."""
 
     def submit(self, fragment: int) -> None:
         """Send the captured pseudo-gradient of a fragment."""
@@ -98,7 +98,7 @@ class DiLoCo:
 
     @property
     def keeps_momentum(self) -> bool:
-        """Return whether the outer step has a momentum."""
+        """Return whether the outer optimizer keeps a momentum."""
         return self.momentum != 0
 
     def momentum_of(self, shares: Sequence[float]) -> float:
@@ -234,9 +234,9 @@ class Average(DiLoCo):
 class Co2(DiLoCo):
     """CO2: a fragment's aggregate is applied one round later, when the fragment is sent again.
 
-    The next pseudo-gradient already contains the inner steps taken since the last one was sent. So
-    they are not kept in the local weights: these are set to the new anchor (the weights after the
-    outer step).
+    The next pseudo-gradient already contains the inner steps taken since the last pseudo-gradient was
+    sent. So these inner steps are not kept in the local weights: the local weights are set to the new
+    anchor (the weights after the outer step).
     """
 
     defaults = {"lr": 0.5, "momentum": 0.0, "fragments": 1}

@@ -384,7 +384,7 @@ def _status_credentials(args: argparse.Namespace, host: str, port: int) -> Crede
 
 
 def _log(line: str) -> None:
-    """Print a line with the time of day."""
+    """Print a line of the coordinator's log, with the time of day."""
     try:
         print(f"{time.strftime('%H:%M:%S')} {printable(line, _LONGEST_LINE)}", flush=True)
     except OSError:  # the reader of the pipe has gone; the coordinator must go on

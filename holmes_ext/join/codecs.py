@@ -112,7 +112,7 @@ class TwoBits(OuterCodec):
     def _blocks(self, numel: int) -> list[_Block]:
         """Return a tensor's blocks (chunks of equal length): the full chunks, then a shorter chunk.
 
-        Either block is missing if it would be empty. `numel` is the tensor's number of elements.
+        An empty block is left out. `numel` is the tensor's number of elements.
         """
         full, remainder = divmod(numel, self.chunk)
         blocks = []

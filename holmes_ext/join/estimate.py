@@ -45,7 +45,8 @@ _UNLIMITED = 2**40
 class Setting:
     """Values of --holmes-outer, with the simulated time of a round and samples/s of all jobs.
 
-    A round is the exchange of a fragment's pseudo-gradients among the jobs. See RoundForecasts.
+    A round is the exchange of a fragment's pseudo-gradients (changes of a part of the model's weights)
+    among the jobs. RoundForecasts simulates it.
     """
 
     every: int  # inner steps

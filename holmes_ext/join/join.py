@@ -389,7 +389,7 @@ def _refuse_unsupported_shards(
 
 
 def _flat(ranges: list[RankRange]) -> list[int]:
-    """Return start, stop, rank of all ranges in one list, as reports.Hello contains them."""
+    """Return [start, stop, rank, start, stop, rank, ...] of the ranges: the form in reports.Hello."""
     numbers = []
     for span in ranges:
         numbers += [span.start, span.stop, span.rank]

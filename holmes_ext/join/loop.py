@@ -45,7 +45,7 @@ _SHORTEST_STEP_S = 1e-6
 
 @dataclass(frozen=True)
 class Record:
-    """Finished round of this rank, with its result, for telemetry and `holmes report`."""
+    """Finished round (exchange of a fragment with other jobs), for telemetry and `holmes report`."""
 
     number: int
     fragment: int
@@ -65,7 +65,7 @@ class _Capture:
 
 
 class OuterLoop:
-    """Outer training (DiLoCo) of a joined job on one rank; after_step() follows each inner step."""
+    """Outer training (DiLoCo) of a joined job on this rank; after_step() follows each inner step."""
 
     def __init__(
         self,
@@ -323,7 +323,7 @@ class OuterLoop:
         self._on_weights_written()
 
     def _gathered(self, index: int, mine: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
-        """Gather a tensor of a fragment from the replicas, and yield it next to the local weights.
+        """Gather a tensor of a fragment from the replicas, and yield it part by part; collective.
 
         Several ranks of a job may hold the same weights (replicas). Each of them keeps the anchor for its
         own share of the elements only, so the shares are gathered before the local weights are written.
@@ -413,7 +413,7 @@ class OuterLoop:
     def load_state_dict(self, saved: Any, source: str = "checkpoint") -> None:
         """Load the outer training's state from a checkpoint; allowed only before begin().
 
-        It has anchors (weights after the last outer step), momentum, counters and unapplied results.
+        The state has anchors (weights after the last outer step), momenta, counters, unapplied results.
 
         Args:
             saved: Result of state_dict().

@@ -133,7 +133,7 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def frobenius(matrix: torch.Tensor) -> float:
-    """Return the Frobenius norm of a float32 matrix, to 1 %, with the same bits on every machine.
+    """Return the Frobenius norm of a float32 matrix, accurate to 1 %, with the same bits on every machine.
 
     Elements are rounded to whole numbers; the squares of these are summed without rounding errors.
     """

@@ -32,7 +32,7 @@ _LABEL_BELOW = -16
 
 @dataclass(frozen=True)
 class Incarnation:
-    """A job from one start to its end or death."""
+    """Start of a job, with its steps until the job ends or is killed."""
 
     job: str
     end: float  # seconds from the first job's start

@@ -391,5 +391,10 @@ def _post(tag: Hashable) -> Op:
 
 
 def _wait(tag: Hashable, kind: str = "reduce") -> Op:
-    """Return the operation that waits for the end of a transfer."""
+    """Return the operation that waits for the end of a transfer.
+
+    Args:
+        tag: Tag of the transfer.
+        kind: Name under which the simulation records the time of the wait.
+    """
     return ("wait", tag, kind, NO_MICRO_BATCH)

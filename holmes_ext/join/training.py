@@ -214,7 +214,7 @@ def is_requested() -> bool:
 def owner() -> object:
     """Return the optimizer or engine whose steps are the job's inner steps.
 
-    None before the first step, and without --holmes-join.
+    None if no object has called reserve() or claim() yet, and without --holmes-join.
     """
     return _job.owner if _job is not None else None
 

@@ -55,7 +55,7 @@ _LAST_S = 2.0
 
 
 def new_incarnation() -> str:
-    """Return a random name for a start of a job."""
+    """Return a random text that identifies a start of a job (its incarnation)."""
     return secrets.token_hex(16)
 
 
@@ -368,7 +368,7 @@ class Heartbeat:
 def ask_status(
     host: str, port: int, credentials: Credentials, timeout_s: float = HANDSHAKE_S
 ) -> dict[str, Any]:
-    """Return the state of a run, as its coordinator reports it (see CoordinatorServer.status).
+    """Return the state of a run, as its coordinator reports it: the result of CoordinatorServer.status().
 
     Raises:
         HolmesError: The coordinator cannot be reached, or rejects the certificate.

@@ -113,7 +113,7 @@ class Coordinator:
         return self._settlement.done(name, report, now)
 
     def checked(self, name: str, report: CheckedReport, now: float) -> Reply | None:
-        """Record a member's digests of the data that it received; all members' must be equal.
+        """Record a member's digests of the data that it received; they must equal the other members'.
 
         Returns:
             The verdict for the member: "commit" (take the outer step), "check" (again, without some

@@ -99,7 +99,7 @@ class FailedPairs:
         for 300 s.
 
         Args:
-            failures: The pairs, and who reported each.
+            failures: The pairs -> the jobs that reported the failure.
             lost_s: Seconds that the failed attempts of the round have taken.
             now: Current time, in seconds.
         """
@@ -119,7 +119,7 @@ class FailedPairs:
         }
 
     def apart(self, names: Collection[str], now: float) -> Failures:
-        """Return the pairs of these jobs that must not be in the same round, and who reported each.
+        """Return the pairs of these jobs that must not be in the same round -> the jobs that reported it.
 
         They could not exchange data over the relay either, and are kept apart for a while (separate()).
         """

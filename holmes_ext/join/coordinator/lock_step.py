@@ -54,7 +54,15 @@ class LockStepRounds:
 
     @staticmethod
     def read(document: dict[str, Any], fragments: int) -> ReadyReport:
-        """Return the `ready` report in a request; raise HolmesError if it is malformed."""
+        """Parse the report "ready" (a job has a pseudo-gradient for the next round) in a request.
+
+        Args:
+            document: The request, as parsed JSON.
+            fragments: Number of fragments of the run.
+
+        Raises:
+            HolmesError: The report is malformed.
+        """
         return ready_from(document, fragments)
 
     def answer(self, name: str, report: ReadyReport, now: float) -> Reply | None:
@@ -385,6 +393,6 @@ def _has_begun(round_state: RoundState) -> bool:
 
 
 def _goes_on_without(round_state: RoundState, name: str) -> bool:
-    """Return whether a round has begun and is not over, and the job is no member of it (any more)."""
+    """Return whether a round's exchange is under way, without the job as a member (or any more)."""
     is_under_way = round_state.attempt > 0 and not round_state.outcome
     return is_under_way and name not in round_state.members

@@ -289,7 +289,7 @@ class PeerRelay:
 
 
 class _Direction:
-    """One direction of a relayed connection: a buffer between a source and a target socket."""
+    """Direction of a relayed connection: bytes are read from a source socket and written to a target."""
 
     def __init__(self, source: socket.socket, target: socket.socket, job: str):
         self.source = source

@@ -138,7 +138,7 @@ def _by_job(table: Table, key: str, read: Callable[[Table, str], Any]) -> dict[s
 
 
 def _jobs(table: Table, key: str) -> tuple[str, ...]:
-    """Return a list of names of jobs; raise HolmesError if there are more than a run can have."""
+    """Return a list of names of jobs; raise HolmesError if it has more jobs than a run can have."""
     names = table.list(key, str)
     _require_at_most(len(names), _MOST_JOBS, table.at(key))
     return names
@@ -166,8 +166,8 @@ class Claim:
 class Hello:
     """A job's description of itself, sent to the coordinator when the job joins or reconnects.
 
-    It has the facts and settings that must be equal in all jobs, the elements and addresses of each
-    rank, and the version of each fragment (part of the model).
+    The hello has the facts and settings that must be equal in all jobs, the elements and addresses of
+    each rank, and the version of each fragment (part of the model).
     """
 
     #: Settings and facts about the model that must be equal in all jobs.
@@ -204,8 +204,8 @@ class Hello:
 class ReadyReport:
     """Report to the coordinator that a pseudo-gradient is ready to be sent (rounds=sync).
 
-    It has round, fragment, norm and number of tokens, and the versions of all fragments. The tensor
-    itself is not part of it; it goes directly from job to job.
+    The report has round, fragment (part of the model), norm and number of tokens, and the versions of
+    all fragments. The tensor itself goes directly from job to job.
     """
 
     fragment: int
@@ -246,7 +246,8 @@ class Offer:
 class NextReport:
     """Report of a job that asks the coordinator for its next round (rounds=async).
 
-    It has the versions of all fragments, and the pseudo-gradients that the job offers.
+    The report has the versions of all fragments (parts of the model), and the job's offers: norm and
+    tokens of the pseudo-gradients that it could send.
     """
 
     #: Versions of all the job's fragments.
@@ -350,11 +351,11 @@ def hello_from(document: dict[str, Any]) -> Hello:
 
 
 def ready_from(document: dict[str, Any], fragments: int) -> ReadyReport:
-    """Return the validated `ready` report of a job; raise HolmesError if it is malformed.
+    """Return a job's validated report "ready" (for a round); raise HolmesError if it is malformed.
 
     Args:
-        document: The report, as parsed JSON. Its claims are the version and checksum of each
-            fragment that the job has.
+        document: The report, as parsed JSON. Its claims are the version and checksum of the job's
+            copy of each fragment (part of the model).
         fragments: Number of fragments of the run.
     """
     report = Table(document, "the report of a job that is ready")
@@ -368,11 +369,11 @@ def ready_from(document: dict[str, Any], fragments: int) -> ReadyReport:
 
 
 def next_from(document: dict[str, Any], fragments: int) -> NextReport:
-    """Return the validated `next` report of a job; raise HolmesError if it is malformed.
+    """Return a job's validated report "next" (for any round); raise HolmesError if it is malformed.
 
     Args:
-        document: The report, as parsed JSON: version and checksum of each fragment that the job has
-            (claims), and a list of pseudo-gradients that it offers for a round ("offers").
+        document: The report, as parsed JSON: version and checksum of the job's copy of each fragment
+            (claims), and a list of pseudo-gradients that the job could send ("offers").
         fragments: Number of fragments of the run.
     """
     report = Table(document, "the report of a job that asks for its next round")
@@ -386,12 +387,12 @@ def next_from(document: dict[str, Any], fragments: int) -> NextReport:
 
 
 def done_from(document: dict[str, Any]) -> DoneReport:
-    """Return the validated `done` report of a job; raise HolmesError if it is malformed."""
+    """Return a job's validated report "done" (end of an exchange); HolmesError if it is malformed."""
     return _read_report(DoneReport, Table(document, "the report of a job that is done"))
 
 
 def checked_from(document: dict[str, Any]) -> CheckedReport:
-    """Return the validated `checked` report of a job; raise HolmesError if it is malformed."""
+    """Return a job's validated report "checked" (digests of data); HolmesError if it is malformed."""
     return _read_report(CheckedReport, Table(document, "the report of a job that has checked"))
 
 
@@ -467,7 +468,7 @@ def _validated_ranges(maps: Table, position: str, ranks: int) -> array[int]:
 
 
 def _require_printable(position: str, table: Table) -> None:
-    """Raise HolmesError if the name of a position cannot be shown in a log."""
+    """Raise HolmesError if a name of a position in the model-parallel grid cannot be shown in a log."""
     if len(position) > _LINE or not position.isprintable():
         raise HolmesError(f"{table.source}: a position of its maps has no name that can be shown")
 

@@ -75,7 +75,15 @@ class RollingRounds:
 
     @staticmethod
     def read(document: dict[str, Any], fragments: int) -> NextReport:
-        """Return the `next` report in a request; raise HolmesError if it is malformed."""
+        """Parse the report "next" (a job asks for any round, with its offers) in a request.
+
+        Args:
+            document: The request, as parsed JSON.
+            fragments: Number of fragments of the run.
+
+        Raises:
+            HolmesError: The report is malformed.
+        """
         return next_from(document, fragments)
 
     def answer(self, name: str, report: NextReport, now: float) -> Reply | None:
@@ -222,7 +230,7 @@ class RollingRounds:
         }
 
     def _is_active(self, member: Member, now: float) -> bool:
-        """Return whether a job takes part and has sent a request recently."""
+        """Return whether a job takes part in the run and has sent a request in the last seconds."""
         request_time = self._request_times.get(member.name)
         if member.state != "in" or request_time is None:
             return False
@@ -315,7 +323,7 @@ class RollingRounds:
 
 
 def _unusable_offer(report: NextReport) -> str:
-    """Return why a pseudo-gradient of the report cannot be used; "" if all can be used."""
+    """Return why a pseudo-gradient that the report offers cannot be used; "": all can be used."""
     for offer in report.offers.values():
         if offer.norm is None:
             return offer.why or "its pseudo-gradient is not finite"

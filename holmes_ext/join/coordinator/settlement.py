@@ -446,7 +446,7 @@ class Settlement:
 
 
 def _contributors(round_state: RoundState) -> list[str]:
-    """Return the members whose pseudo-gradients count; members with share 0 only receive."""
+    """Return the members that contribute a pseudo-gradient; members with share 0 only receive."""
     return [name for name, share in round_state.members.items() if share > 0]
 
 

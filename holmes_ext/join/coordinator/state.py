@@ -37,7 +37,7 @@ class NotInRun(Exception):
 
 @dataclass
 class Member:
-    """State that the coordinator keeps of a job."""
+    """State of a job of the run, as the coordinator keeps it."""
 
     name: str
     incarnation: str  # identifies this start of the job

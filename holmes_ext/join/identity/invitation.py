@@ -89,7 +89,7 @@ def digest_of_secret(secret: str) -> str:
 
 
 def read_invitation(path: Path) -> Invitation:
-    """Return the invitation in a file.
+    """Read an invitation from a file.
 
     Raises:
         HolmesError: The file is missing, belongs to another user, or has no invitation.

@@ -52,7 +52,7 @@ class JobCertificate:
     )
 
     def credentials(self) -> Credentials:
-        """Return the credentials with this certificate.
+        """Return the job's credentials for TLS connections, from this key and these certificates.
 
         Raises:
             HolmesError: The texts are damaged.
@@ -122,7 +122,7 @@ def kept_file(address: JoinAddress, environ: Mapping[str, str]) -> Path:
 
 
 def kept_certificates(host: str, port: int, environ: Mapping[str, str]) -> list[JobCertificate]:
-    """Return the certificates that jobs of this user keep for a coordinator."""
+    """Return the certificates for a coordinator's run that jobs of this user have kept in files."""
     # The file of a job is NAME@HOST-PORT.json, so "@HOST-PORT.json" is the end of all jobs' files.
     file_without_job = kept_file(JoinAddress("", host, port), environ)
     folder = file_without_job.parent
@@ -137,7 +137,7 @@ def kept_certificates(host: str, port: int, environ: Mapping[str, str]) -> list[
 
 
 def run_on_this_host(address: JoinAddress, environ: Mapping[str, str]) -> RunFolder | None:
-    """Return the state folder of the coordinator, if it runs on this host as this user; else None."""
+    """Return the state folder of a coordinator, if it runs on this host as this user; otherwise None."""
     run = RunFolder.of_port(environ, address.port)
     if run.has_authority and _is_this_host(address):
         return run
@@ -177,13 +177,13 @@ def _signed_on_this_host(run: RunFolder, job: str) -> JobCertificate:
 def _redeemed(
     kept: JobCertificate, invitation: Invitation, address: JoinAddress, deadline: Deadline
 ) -> JobCertificate:
-    """Return the certificate that the coordinator issues for an invitation and the kept key."""
+    """Exchange an invitation for a certificate with the kept key, and return the certificate."""
     issued = redeem(invitation, address.host, address.port, kept.key, deadline)
     return JobCertificate(kept.key, issued.certificate, issued.authority, invitation.digest)
 
 
 def _read_kept(path: Path) -> JobCertificate | None:
-    """Return the certificate in a kept file; None: there is no file."""
+    """Read the certificate that a job has kept in a file; None: there is no file."""
     try:
         text = read_private(path)
     except FileNotFoundError:
@@ -192,10 +192,10 @@ def _read_kept(path: Path) -> JobCertificate | None:
 
 
 def _keep(path: Path, certificate: JobCertificate) -> None:
-    """Write the kept file.
+    """Write a job's certificate to the file that keeps it.
 
     Raises:
-        HolmesError: It cannot be written.
+        HolmesError: The file cannot be written.
     """
     try:
         make_private_folder(path.parent)

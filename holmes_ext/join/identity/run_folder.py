@@ -68,7 +68,7 @@ class _RunFile:
 
 @dataclass(frozen=True)
 class _Record:
-    """Content of the file of an invitation."""
+    """Record of an invitation: content of its file in the folder."""
 
     job: str
     certificate: str = ""  # PEM text; "": not redeemed
@@ -171,7 +171,7 @@ class RunFolder:
         return ServedRun(self, credentials)
 
     def credentials(self) -> Credentials:
-        """Return the credentials of the coordinator, signed by the CA of the run."""
+        """Return the coordinator's credentials for TLS: a certificate that the run's CA has signed."""
         run_file = self._run_file()
         try:
             pair = KeyPair(run_file.key, run_file.certificate)
@@ -374,7 +374,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Wait until no other process changes an invitation, and keep others from it."""
+        """Hold the lock that allows a single process at a time to change invitations."""
         with self._lock_file("changes.lock") as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # held for milliseconds
             yield

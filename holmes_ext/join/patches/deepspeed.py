@@ -71,7 +71,7 @@ def _take_model_step(call, instance):
 
 
 def _adapter(engine: Any) -> training.FrameworkAdapter:
-    """Return the functions by which the outer training reads and writes the weights of a DeepSpeed engine."""
+    """Return the functions by which the exchange with other jobs reads and writes an engine's weights."""
     from deepspeed.accelerator import get_accelerator
 
     return training.FrameworkAdapter(

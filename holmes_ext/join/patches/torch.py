@@ -101,7 +101,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Count a step of the optimizer that owns the job's steps (see _before_step), as a hook of torch."""
+    """Count a step of the job, if `optimizer` is the job's owner (_before_step); a hook of torch."""
     if training.owner() is optimizer:
         training.stepped()  # an exchange with the other jobs may begin or end
 

@@ -26,10 +26,10 @@ from holmes_ext.runtime.compress import PLAIN
 
 
 class Attempt:
-    """Attempt of this rank to exchange its elements of a fragment with ranks of other jobs.
+    """Attempt to exchange this rank's elements of a pseudo-gradient with ranks of other jobs.
 
-    If jobs are lost during an exchange, the next attempt runs without them. run() sends and
-    receives.
+    A pseudo-gradient belongs to a fragment, a part of the model. If jobs are lost during an exchange,
+    the next attempt runs without them. run() sends and receives.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class LaneKey(NamedTuple):
 
 
 class Connections(NamedTuple):
-    """Connections that were opened to several peers, and the failures."""
+    """Open connections to several peers (ranks of other jobs), and the jobs that were not reached."""
 
     channels: dict[Peer, list[Channel]]  # reached peer -> a channel for each lane
     failed: dict[str, str]  # job with an unreachable rank -> reason

@@ -241,7 +241,7 @@ def run(transfers: Iterable[PeerTransfer], patience_s: float) -> dict[str, str]:
 
 
 def _move_bytes(transfer: PeerTransfer, mask: int) -> str:
-    """Move bytes of a transfer; return why it failed, "" if it did not."""
+    """Move bytes of a transfer; return why it has failed; "": it has not failed."""
     try:
         transfer.move(mask)
         return ""

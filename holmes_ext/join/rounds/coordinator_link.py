@@ -196,9 +196,9 @@ class Claims:
         return self.latest_report
 
     def salted(self, fragment: int, salt: str) -> str:
-        """Return the checksum of a fragment with a salt; collective.
+        """Return the checksum of a fragment and a salt, a text from the coordinator; collective.
 
-        A job that does not have the weights cannot know this checksum before it learns the salt.
+        The salt is new in each round. So only a job that has the weights can compute the checksum.
         """
         return hexadecimal(self._checksums([fragment], salt)[0])
 
@@ -207,7 +207,7 @@ class Claims:
         self._cache.pop(fragment, None)
 
     def _checksums(self, fragments: Sequence[int], salt: str) -> list[int]:
-        """Return the checksums of fragments over all ranks of the job; collective if there are any."""
+        """Return the checksums of fragments over all ranks of the job; collective unless there are none."""
         position = self._state.weights.position
         of_this_rank = [
             self._state.fragments[index].checksum(position, salt) for index in fragments

@@ -37,8 +37,9 @@ class RoundResult:
 class InFlight:
     """Pseudo-gradient of a fragment from its computation until its aggregate is applied.
 
-    The training thread computes and submits it; the rounds thread exchanges it with other jobs and
-    sets `ended`.
+    A fragment is a part of the model; the pseudo-gradient is the change of its weights since the last
+    outer step. The training thread computes and submits it. The rounds thread exchanges it with other
+    jobs, and sets `ended`.
     """
 
     number: int  # of the round

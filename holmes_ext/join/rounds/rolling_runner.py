@@ -40,7 +40,7 @@ _AWAY_REST_S = 2.0
 
 
 class EndedRound(NamedTuple):
-    """Result of a round together with this job's pseudo-gradient in it, for the training thread."""
+    """Result of a round, with the pseudo-gradient that this job contributed; for the training thread."""
 
     contribution: InFlight | None  # this job's pseudo-gradient; None: it only received
     result: RoundResult
@@ -90,7 +90,7 @@ class RollingRunner(RoundRunner):
     # Methods of the thread
 
     def _run(self) -> None:
-        """Ask for rounds until training ends."""
+        """Ask the coordinator for rounds and run them, again and again until training ends."""
         try:
             self.taker.take_momenta()
             self.taker.wait_for_momenta()  # raises the error that take_momenta() met

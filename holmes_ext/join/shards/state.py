@@ -85,7 +85,7 @@ class Fragment:
 
     @property
     def version_after_pending(self) -> int:
-        """Return the version that the fragment will have after all pending steps."""
+        """Return the version (round of the last outer step) that the fragment has after all pending steps."""
         return self.pending[-1].number if self.pending else self.version
 
     def checksum(self, position: str, salt: str = "") -> int:
@@ -212,8 +212,8 @@ class OuterState:
     def apply(self, fragment: Fragment) -> None:
         """Take the oldest pending outer step of a fragment: update anchor, momentum and residual.
 
-        If another job's weights are pending instead, anchor and momentum are replaced by those. The
-        residual is the rounding errors of the codec.
+        The anchor is the weights after the last outer step, the residual the rounding errors of the
+        codec. If another job's weights are pending instead, anchor and momentum are replaced by those.
         """
         with self.lock:
             pending = fragment.pending.pop(0)

@@ -126,7 +126,7 @@ class Weights:
         ]
 
     def named(self) -> Any:
-        """Return a readable description of all tensors at this position, to compare jobs.
+        """Return a readable description of `tensors`; it must be equal in all jobs.
 
         Returns:
             {name: shape and dtype}; if there are many tensors, a line of text with their digest.

@@ -64,7 +64,7 @@ class TlsContexts:
 
 @dataclass(frozen=True)
 class Holder:
-    """Holder of the certificate that the other end of a connection has shown: fingerprint and names."""
+    """Facts about the certificate that the other end of a connection has shown: fingerprint and names."""
 
     #: SHA-256 of the certificate, in hexadecimal digits; "": the other end has shown no certificate.
     fingerprint: str = ""

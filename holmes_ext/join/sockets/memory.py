@@ -40,7 +40,7 @@ class Reservation:
         self._budget = budget
 
     def grow(self, count: int) -> None:
-        """Reserve `count` more bytes.
+        """Reserve `count` more bytes for the message, before they are used.
 
         Raises:
             MemoryExhausted: A limit is reached. Or the budget has closed the connection of this message
@@ -100,7 +100,7 @@ class MemoryBudget:
                 self._release(reservation)
 
     def grow(self, reservation: Reservation, count: int) -> None:
-        """Add bytes to a reservation, if necessary in place of the bytes of the largest job.
+        """Add bytes to a reservation; if all memory is reserved, take it from the job that holds most.
 
         Raises:
             MemoryExhausted: The limit of the job is reached; or that of all jobs, and no other job
