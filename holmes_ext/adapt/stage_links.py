@@ -94,13 +94,11 @@ def _median_seconds(direction: Direction, ahead_s: float) -> float:
     # busy. If the program did not wait for that message, it arrived earlier: this is an upper bound.
     previous_received = float("-inf")
     for micro_batch, receive in sorted(direction.received.items()):
-        # A message begins to move when it was sent and its receive was posted: by the receiver's
-        # clock, the later of both times. The time of sending may be unknown.
-        start = receive.posted
-        if micro_batch in direction.sent:
+        if receive.was_waited_for and micro_batch in direction.sent:
+            # A message begins to move when it was sent and its receive was posted: by the receiver's
+            # clock, the later of both times.
             sent_at = direction.sent[micro_batch] + ahead_s
             start = max(sent_at, receive.posted)
-        if receive.was_waited_for and micro_batch in direction.sent:
             seconds = max(receive.received - start, 0.0)
             all_times.append(seconds)
             if start >= previous_received:  # not behind the previous message

@@ -47,6 +47,22 @@ def waited_s(sums: Sequence[Op], spans: Sequence[tuple[str, float, float]]) -> f
     return host_s + device_s
 
 
+def _message_of(micro_batch: int, parts: Sequence[Op]) -> Message:
+    """Return the times of a message, from its sends or its receives: see Message.
+
+    Args:
+        micro_batch: Number of the micro-batch.
+        parts: Operations of the message, all sends or all receives, in order.
+    """
+    start_s = parts[0].start
+    if parts[0].name == "send":
+        return [micro_batch, start_s]
+    end_s = parts[-1].end
+    # Shorter waits than WAITED_S come from the call itself, not from the network.
+    was_waited_for = sum(op.waited for op in parts) > WAITED_S
+    return [micro_batch, start_s, end_s, was_waited_for]
+
+
 class _Reduced(NamedTuple):
     """Gradient reductions of a step."""
 
@@ -152,17 +168,11 @@ class StepWindow:
             for micro_batch in range(self.stage.micro_batches):
                 first = micro_batch * ops_per_micro_batch
                 parts = ops[first : first + ops_per_micro_batch]
-                start_s = parts[0].start
-                if parts[0].name == "send":
-                    messages.append([micro_batch, start_s])
-                else:
-                    end_s = parts[-1].end
-                    # Shorter waits than WAITED_S come from the call itself, not from the network.
-                    was_waited_for = sum(op.waited for op in parts) > WAITED_S
-                    messages.append([micro_batch, start_s, end_s, was_waited_for])
-                    if micro_batch == 0:  # all micro-batches have equally many bytes
-                        self.activation_bytes = sum(op.payload for op in parts)
+                messages.append(_message_of(micro_batch, parts))
             self.messages.setdefault(direction, []).append(messages)
+            if ops[0].name != "send":  # all micro-batches have equally many bytes
+                first_message = ops[:ops_per_micro_batch]
+                self.activation_bytes = sum(op.payload for op in first_message)
 
     def _memory(self) -> list[float]:
         """Return the use of the GPU's memory (fields of pipeline.Room); zeros if not measured.

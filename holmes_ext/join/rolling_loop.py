@@ -180,10 +180,11 @@ class RollingLoop(OuterLoop):
         """
         fragment = self.state.fragments[index]
         anchor_before = fragment.anchor.clone()
-        self.state.apply(fragment)
+        self.state.apply(fragment)  # the outer step moves the anchor
         move = fragment.anchor - anchor_before
-        if contribution is not None and result.members.get(self.rounds.job, 0) > 0:
-            move += contribution.gradient  # of the elements that this rank exchanges, like the move
+        is_contributor = result.members.get(self.rounds.job, 0) > 0
+        if contribution is not None and is_contributor:
+            move += contribution.gradient  # g, so that it does not count twice
             self._submitted.pop(index, None)
         if is_left_out:
             self._discard_local_progress(index)

@@ -211,8 +211,8 @@ class _CoverSearch:
             cost_so_far: Their cost.
         """
         self._steps += 1
-        least_cost = cost_so_far + _COST_OF_JOB * _disjoint_pairs(neighbours)
-        if least_cost >= self._best_cost or self._steps > _MOST_STEPS:
+        lower_bound = cost_so_far + _COST_OF_JOB * _disjoint_pairs(neighbours)
+        if lower_bound >= self._best_cost or self._steps > _MOST_STEPS:
             return
         open_jobs = [name for name, others in neighbours.items() if others]
         if not open_jobs:
@@ -221,12 +221,13 @@ class _CoverSearch:
             return
         # The job with most neighbours; of several such jobs, the job with the lowest cost.
         hub = max(open_jobs, key=lambda name: (len(neighbours[name]), -self._cost[name]))
+        # A cover has the hub, or else all its neighbours: try both.
         for chosen in ({hub}, neighbours[hub]):
-            rest = {
+            uncovered = {
                 name: others - chosen for name, others in neighbours.items() if name not in chosen
             }
             added_cost = sum(self._cost[name] for name in chosen)
-            self.visit(rest, cover | chosen, cost_so_far + added_cost)
+            self.visit(uncovered, cover | chosen, cost_so_far + added_cost)
 
 
 def _disjoint_pairs(neighbours: Mapping[str, set[str]]) -> int:

@@ -368,7 +368,8 @@ class LockStepRounds:
         checksums = [checksum for checksum in checksums if checksum]
         if not checksums:
             return Claim(valid.version)
-        return Claim(valid.version, max(checksums, key=checksums.count))
+        most_frequent = max(checksums, key=checksums.count)
+        return Claim(valid.version, most_frequent)
 
     def _reply(self, round_state: RoundState, member: Member, now: float) -> Reply | None:
         """Return the verdict of the round for a job that is ready; None until the round begins.

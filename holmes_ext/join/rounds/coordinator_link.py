@@ -105,7 +105,8 @@ class CoordinatorLink:
         assert self.client is not None
         void = {"verdict": "void", "round": int(document.get("round", 0))}
         if self._is_away and self.client.is_away:
-            # Do not delay training again: another thread tries to reach the coordinator.
+            # The last request had no answer, and the heartbeat thread has not reached the coordinator
+            # since then. So do not delay training with another request.
             why = "the coordinator did not answer, and cannot be reached yet"
             return {**void, "why": why, "is_away": True}
         # A round for which few jobs are ready begins after two timeouts (lock_step.py).
