@@ -370,11 +370,7 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
     job.loop = loop
     _restore_garbage_collection(job)
     if not job.is_data_divided:  # no patch makes this job read only its part of the data set
-        k, parts = job.settings.data_part
-        if parts > 1:
-            reason = f"part={k}/{parts}: no sampler that is known was made"
-        else:
-            reason = "no part=k/K is given"
+        reason = _why_data_is_undivided(job.settings)
         _say(loop, f"{reason}; the script must make jobs read different data")
     _say(loop, f"settings of the run: {_describe(job.settings)}")
     _say(
@@ -382,6 +378,13 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
         f"job {job.address.job} is in the run: {origin_of_weights}; "
         f"{loop.state.host_bytes / 1e6:.1f} MB of outer state on each host's rank 0",
     )
+
+
+def _why_data_is_undivided(settings: OuterSettings) -> str:
+    k, parts = settings.data_part
+    if parts > 1:
+        return f"part={k}/{parts}: no sampler that is known was made"
+    return "no part=k/K is given"
 
 
 def _describe(settings: OuterSettings) -> str:

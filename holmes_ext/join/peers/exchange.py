@@ -102,17 +102,17 @@ class Attempt:
             for name in self.contributors
             if name != self.job
         }
-        # The bytes to send to each rank of another job, and the buffers for its bytes, piece by piece.
-        outgoing: dict[Peer, list[memoryview]] = {}
-        incoming: dict[Peer, list[memoryview]] = {}
+        outgoing: dict[Peer, list[memoryview]] = {}  # bytes to send to each rank of another job
+        incoming: dict[Peer, list[memoryview]] = {}  # buffers for the bytes of each rank
         for index, piece in enumerate(self.pieces):
             for name in self.others:
-                peer = self.peers[name, piece.owners[name]]
+                rank = piece.owners[name]  # of job `name`, with the elements of this piece
+                peer = self.peers[name, rank]
                 to_peer = outgoing.setdefault(peer, [])
                 from_peer = incoming.setdefault(peer, [])
-                if encoded:
+                if encoded:  # this job contributes
                     to_peer.append(bytes_of(encoded[index]))
-                if name in received:
+                if name in received:  # job `name` contributes
                     from_peer.append(bytes_of(received[name][index]))
         links.swap(number, attempt, outgoing, incoming, patience_s)
         # All jobs decode this job's data, too, so that all get the same bits.
