@@ -238,6 +238,7 @@ class OuterLoop:
                       algorithm keeps no inner steps in them (CO2), local weights <- the anchor
 
         Args:
+            fragment: Index of the fragment.
             sent: The pseudo-gradient that this job submitted, with the local weights at that time.
             result: Result of the round.
         """
@@ -290,7 +291,7 @@ class OuterLoop:
         self._overwrite_local(index, lambda local, anchor: anchor)
 
     def _mix_with_anchor(self, index: int, captured: list[Part] | None) -> None:
-        """Set a fragment's local weights after an outer step by the setting `mix`; collective.
+        """Set the local weights of fragment `index` after an outer step by the setting `mix`; collective.
 
         mix=keep: anchor plus inner steps since the capture. mix=A, a number: A * local weights +
         (1 - A) * anchor.
@@ -310,7 +311,7 @@ class OuterLoop:
     def _overwrite_local(
         self, index: int, new_values: Callable[[Part, torch.Tensor], torch.Tensor]
     ) -> None:
-        """Overwrite a fragment's local weights with values computed from their anchor; collective.
+        """Overwrite the local weights of fragment `index` with values from their anchor; collective.
 
         Each rank has the anchor of the elements that it exchanges. It gets the anchor of its other
         elements from the ranks that hold the same weights.

@@ -202,6 +202,10 @@ class CoordinatorClient:
     def connect(self, purpose: str, deadline: Deadline) -> Channel:
         """Open another authenticated connection to the coordinator.
 
+        Args:
+            purpose: Use of the connection: "job" (requests) or "heartbeat".
+            deadline: The connection must be open by then.
+
         Raises:
             OSError: The coordinator was not reached before the deadline.
             Refused: The coordinator rejected this job.
@@ -369,6 +373,12 @@ def ask_status(
     host: str, port: int, credentials: Credentials, timeout_s: float = HANDSHAKE_S
 ) -> dict[str, Any]:
     """Return the state of a run, as its coordinator reports it: the result of CoordinatorServer.status().
+
+    Args:
+        host: Host of the coordinator.
+        port: Port of the coordinator.
+        credentials: A certificate of the run: that of a job, or of the coordinator.
+        timeout_s: Longest wait for the reply, in seconds.
 
     Raises:
         HolmesError: The coordinator cannot be reached, or rejects the certificate.

@@ -105,6 +105,11 @@ class Coordinator:
     def done(self, name: str, report: DoneReport, now: float) -> Reply | None:
         """Record that a member of a round has ended its exchange of pseudo-gradients.
 
+        Args:
+            name: The member, a job.
+            report: The jobs with which its exchange failed, or whose data it cannot use.
+            now: Current time, in seconds.
+
         Returns:
             The verdict for the member: "check" (report digests of the received data), "go"
             (exchange again with fewer members) or "void". None while it depends on members that
@@ -114,6 +119,11 @@ class Coordinator:
 
     def checked(self, name: str, report: CheckedReport, now: float) -> Reply | None:
         """Record a member's digests of the data that it received; they must equal the other members'.
+
+        Args:
+            name: The member, a job.
+            report: The digests.
+            now: Current time, in seconds.
 
         Returns:
             The verdict for the member: "commit" (take the outer step), "check" (again, without some

@@ -177,7 +177,14 @@ def _signed_on_this_host(run: RunFolder, job: str) -> JobCertificate:
 def _redeemed(
     kept: JobCertificate, invitation: Invitation, address: JoinAddress, deadline: Deadline
 ) -> JobCertificate:
-    """Exchange an invitation for a certificate with the kept key, and return the certificate."""
+    """Exchange an invitation for a certificate with the kept key, and return the certificate.
+
+    Args:
+        kept: Its key is used.
+        invitation: The invitation.
+        address: Address of the coordinator.
+        deadline: The coordinator must have answered by then.
+    """
     issued = redeem(invitation, address.host, address.port, kept.key, deadline)
     return JobCertificate(kept.key, issued.certificate, issued.authority, invitation.digest)
 

@@ -101,6 +101,7 @@ def refusal(engine: Any, settings: OuterSettings) -> str | None:
     """Return why a job with this DeepSpeed engine cannot exchange weights with other jobs, or None if it can.
 
     Args:
+        engine: The DeepSpeed engine.
         settings: Settings of the exchange between jobs (--holmes-outer).
     """
     from torch.optim import Optimizer
@@ -249,6 +250,7 @@ def _pieces_of_buffer(
     """Yield, for each parameter in a flat buffer, the elements in this rank's partition of the buffer.
 
     Args:
+        parameters: The parameters in the buffer.
         starts: For each parameter, the index of its first element in the buffer.
         partition: A contiguous part of the buffer: the elements that this rank updates.
         begin: Index of the first element of the partition in the buffer.
@@ -272,6 +274,7 @@ def _pieces_of_zero_3(parameters: list[Any], partition: Any) -> Iterator[_Piece]
     they have fewer elements of the parameter, or none.
 
     Args:
+        parameters: The parameters in the buffer, in order.
         partition: Flat buffer with this rank's part of each parameter, one after the other.
     """
     import deepspeed.comm as dist
@@ -337,6 +340,15 @@ def _load(call, instance, load_dir, tag):
 
     The outer training exchanges weights with other jobs. If the job trained alone when the checkpoint was
     saved, there is no such state. Then this job joins the other jobs like a new job.
+
+    Args:
+        call: Runs the wrapped DeepSpeedEngine.load_checkpoint with its arguments.
+        instance: The DeepSpeed engine.
+        load_dir: Folder of the checkpoints.
+        tag: Name of the checkpoint; None: the latest.
+
+    Returns:
+        Result of load_checkpoint(): path of the checkpoint, or None, and the program's own state.
     """
     path, client_state = call()  # DeepSpeedEngine.load_checkpoint
     loaded_nothing = path is None

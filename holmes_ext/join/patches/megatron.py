@@ -159,6 +159,7 @@ def refusal(optimizer: Any, settings: OuterSettings, sizes: dict[str, int]) -> s
     """Return why a job with this optimizer cannot exchange weights with other jobs, or None if it can.
 
     Args:
+        optimizer: The optimizer of megatron-core; it may be a chain of several.
         settings: Settings of the exchange between jobs (--holmes-outer).
         sizes: Number of pipeline stages, tensor-parallel ranks and chunks of the model, by name.
     """

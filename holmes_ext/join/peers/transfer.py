@@ -52,6 +52,11 @@ class Speed:
 
         It is four times the duration at the best rate so far, plus `patience_s` seconds. For the first
         exchange with a job a slow rate is assumed.
+
+        Args:
+            peer: Rank of another job; the rate of its job counts.
+            count: Bytes to and from the peer.
+            patience_s: Seconds that are always allowed.
         """
         purpose = f"the exchange with job {peer.job}"
         best = self._seconds_per_byte.get(peer.job)

@@ -31,10 +31,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from holmes_ext.join.settings import OuterSettings
+from holmes_ext.join.shards.job_ranks import JobRanks
 
 #: Iterations of the geometric median and the flag aggregator, at most.
 _STEPS = 100
@@ -77,6 +79,29 @@ def products(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         rows = torch.stack(chunks).double()
         result += rows @ rows.T
     return result
+
+
+class ExchangeSums(NamedTuple):
+    """Sums over all ranks of this job after an exchange of pseudo-gradients."""
+
+    failures: list[float]  # for each member of the round: number of ranks that did not reach it
+    gram: torch.Tensor  # inner products of the whole pseudo-gradients, float64 [J, J]
+
+
+def sum_over_ranks(
+    job_ranks: JobRanks, is_unreached: Sequence[bool], gram: torch.Tensor
+) -> ExchangeSums:
+    """Add up the ranks' failures and inner products in a single all-reduce; collective.
+
+    Args:
+        job_ranks: Collectives over the ranks of this job.
+        is_unreached: For each member of the round, whether this rank's exchange with it has failed.
+        gram: Result of products() for this rank's elements; zeros if the exchange has failed.
+    """
+    failures = [float(unreached) for unreached in is_unreached]
+    sums = job_ranks.all_reduce_sum([*failures, *gram.flatten().tolist()])
+    summed_gram = torch.tensor(sums[len(failures) :], dtype=torch.float64).view(gram.shape)
+    return ExchangeSums(sums[: len(failures)], summed_gram)
 
 
 def coefficients(

@@ -34,7 +34,8 @@ import torch
 from holmes_ext.join.codecs import codec_of
 from holmes_ext.join.peers.exchange import Attempt
 from holmes_ext.join.peers.links import PeerLinks, PeersFailed
-from holmes_ext.join.rounds.aggregate import coefficients, combine, products, square_of
+from holmes_ext.join.rounds import aggregate as aggregation
+from holmes_ext.join.rounds.aggregate import square_of
 from holmes_ext.join.rounds.coordinator_link import (
     Claims,
     CoordinatorLink,
@@ -63,8 +64,7 @@ class _Received:
 
     attempt: Attempt
     names: list[str]  # jobs that contribute; this job may be among them
-    #: This rank's elements: a tensor for each name; empty if the exchange failed.
-    gradients: list[torch.Tensor]
+    gradients: list[torch.Tensor]  # this rank's elements, by name; empty if the exchange failed
     gram: torch.Tensor  # inner products of the whole pseudo-gradients, float64 [J, J]
     unreached: list[str]  # jobs with which the exchange failed on some rank
     faults: dict[str, str]  # job whose data cannot be used -> reason
@@ -108,8 +108,7 @@ class RoundRunner:
         weights = state.weights
         self.remote = RemoteJobs(coordinator, job_ranks, weights.position, weights.total)
         self.number = 0  # last round of the run, as far as this job knows
-        # Versions and checksums of this job's fragments, for reports to the coordinator.
-        self.claims = Claims(state, job_ranks)
+        self.claims = Claims(state, job_ranks)  # versions and checksums of this job's fragments
         self.taker = WeightTaker(
             settings, state, ranges, job_ranks, links.routes, self.remote, self.claims
         )
@@ -252,6 +251,7 @@ class RoundRunner:
         A pseudo-gradient counts only if the report has its norm.
 
         Args:
+            in_flight: This job's pseudo-gradient.
             norm: The pseudo-gradient's Euclidean norm over all ranks; None: it is not finite.
             tokens: Tokens that the job has read for the pseudo-gradient.
         """
@@ -282,6 +282,7 @@ class RoundRunner:
             others    ("void", "skip") nothing changes
 
         Args:
+            in_flight: This job's pseudo-gradient.
             verdict: The first verdict.
             momentum_square: Squared length of the fragment's momentum, for algorithms that need it.
         """
@@ -320,6 +321,7 @@ class RoundRunner:
         """Exchange pseudo-gradients with the other members of a round, once; collective.
 
         Args:
+            in_flight: This job's pseudo-gradient.
             verdict: The verdict "go". It has the members (job -> share of its pseudo-gradient in the sum;
                 0: it only receives), the incarnation (start) of each job, and the norm of its
                 pseudo-gradient that each job has reported (claimed).
@@ -347,27 +349,21 @@ class RoundRunner:
                 )
             except PeersFailed as error:
                 failed = error.jobs
-
-        # A single all-reduce adds up two things: how many ranks failed with each member, and the Gram
-        # matrix (inner products of the pseudo-gradients).
         names = attempt.contributors  # members with a share above 0
         gram = torch.zeros(len(names), len(names), dtype=torch.float64)
         if gradients:
-            gram = products(gradients)
-        failures = [float(name in failed) for name in members]
-        sums = self.job_ranks.all_reduce_sum([*failures, *gram.flatten().tolist()])
-        failures = sums[: len(members)]
-        gram = torch.tensor(sums[len(members) :], dtype=torch.float64).view(len(names), len(names))
-
-        unreached = [name for name, ranks in zip(members, failures) if ranks > 0]
+            gram = aggregation.products(gradients)
+        is_unreached = [name in failed for name in members]
+        sums = aggregation.sum_over_ranks(self.job_ranks, is_unreached, gram)
+        unreached = [name for name, ranks in zip(members, sums.failures) if ranks > 0]
         self.remote.forget(unreached)
         faults: dict[str, str] = {}
         if not unreached:
             # Jobs whose data is implausible by the Gram matrix: by its length (it must not exceed the
             # claimed norm), or by its direction. A job does not accuse itself.
-            faults = self._screening.faults(in_flight.fragment, names, gram, verdict["norms"])
+            faults = self._screening.faults(in_flight.fragment, names, sums.gram, verdict["norms"])
             faults.pop(self.job, None)
-        return _Received(attempt, names, gradients, gram, unreached, faults)
+        return _Received(attempt, names, gradients, sums.gram, unreached, faults)
 
     def _attempt(
         self, members: Mapping[str, float], fragment: Fragment, found: FoundJobs
@@ -405,6 +401,8 @@ class RoundRunner:
             gap       divisor of an aggregate that is applied late (CO2); 1 in other algorithms
 
         Args:
+            in_flight: This job's pseudo-gradient.
+            received: Result of _exchange().
             members: Job -> share of its pseudo-gradient.
             verdict: The coordinator's order to check: salt, excluded jobs, number of the check.
             momentum_square: Squared length of the fragment's momentum.
@@ -417,7 +415,7 @@ class RoundRunner:
         gram = received.gram[counting][:, counting]
         total_share = sum(members[name] for name in counting_names)
         shares = [members[name] / total_share for name in counting_names]
-        factors = coefficients(self.settings, gram, shares)
+        factors = aggregation.coefficients(self.settings, gram, shares)
         factors_vector = torch.tensor(factors, dtype=torch.float64)
         # |sum of c_j d_j|^2 = c' G c, with the factors c and the Gram matrix G.
         aggregate_square = float(factors_vector @ gram @ factors_vector)
@@ -450,6 +448,8 @@ class RoundRunner:
         `delay` inner steps after it has sent the pseudo-gradient.
 
         Args:
+            in_flight: This job's pseudo-gradient.
+            received: Result of _exchange().
             members: Job -> share of its pseudo-gradient.
             verdict: The reply "commit", with the factors of the jobs that count.
         """
@@ -460,7 +460,7 @@ class RoundRunner:
             for name, gradient in zip(received.names, received.gradients)
             if name in factors
         }
-        aggregate = combine(
+        aggregate = aggregation.combine(
             self.settings, list(counting.values()), [factors[name] for name in counting]
         )
         contributes = self.job in factors

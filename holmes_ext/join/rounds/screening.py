@@ -95,7 +95,12 @@ class Screening:
         return faults
 
     def remember(self, fragment: int, gram: torch.Tensor) -> None:
-        """Remember the lengths of the pseudo-gradients in a committed round."""
+        """Remember the lengths of the pseudo-gradients in a committed round.
+
+        Args:
+            fragment: Index of the fragment.
+            gram: Inner products of the pseudo-gradients; the squared lengths are on its diagonal.
+        """
         squares = gram.diagonal().tolist()
         self._squares.setdefault(fragment, deque(maxlen=_REMEMBERED * len(squares))).extend(squares)
 

@@ -131,7 +131,12 @@ def _borders(total: int, cuts: Sequence[int], holdings: Mapping[int, Sequence[Ra
 def _holders_by_border(
     borders: Sequence[int], holdings: Mapping[int, Sequence[Range]]
 ) -> dict[int, list[int]]:
-    """Return border -> ranks that hold the elements from it to the next border."""
+    """Return border -> ranks that hold the elements from this border to the next.
+
+    Args:
+        borders: All borders, sorted: between two neighbours, all elements have the same holders.
+        holdings: Rank -> ranges of elements that it holds.
+    """
     holders: dict[int, list[int]] = {border: [] for border in borders}
     index_of = {border: index for index, border in enumerate(borders)}
     for rank, ranges in sorted(holdings.items()):
@@ -144,8 +149,14 @@ def _holders_by_border(
 def _even_cuts(start: int, stop: int, parts: int, indivisible: Sequence[Range]) -> list[int]:
     """Divide [start, stop) into parts of about equal length; return the `parts` + 1 borders.
 
-    Parts begin at multiples of ALIGNMENT after `start`, except if they are short. A border inside an
-    `indivisible` range is moved to the nearer end of that range.
+    Parts begin at multiples of ALIGNMENT after `start`, except if they are short.
+
+    Args:
+        start: First element.
+        stop: Element after the last.
+        parts: Number of parts.
+        indivisible: Ranges that should not be divided, in order. A border inside such a range is moved to
+            the nearer end of the range.
     """
     length = stop - start
     is_long = length >= 2 * ALIGNMENT * parts

@@ -151,6 +151,11 @@ class Channel:
 
         A header may announce bytes that never come. So the bytes are stored in an anonymous mapping:
         its pages take no memory until they are written, and go back to the system at once.
+
+        Args:
+            length: Number of bytes, from the header.
+            deadline: All bytes must have been received by then.
+            reserve: Called with a number of bytes before that much memory is used.
         """
         if not length:
             return b""
