@@ -268,7 +268,7 @@ class EndedTrial(NamedTuple):
 
 
 class Trials:
-    """Trials of a single class of changes, one after the other, and the changes that saved no time.
+    """Trials of one class of changes, one after the other, and the changes that saved no time.
 
     A trial is some steps with a change that all ranks have adopted: their time decides whether the
     change stays. The changes are objects of Change or of ReductionChange. These attributes are used:

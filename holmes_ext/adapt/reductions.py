@@ -1,6 +1,6 @@
 """Chooses anew how each pipeline stage of a running job reduces gradients, from measured times.
 
-The choice is between a single ring and a hierarchical all-reduce, with sizes of buckets or chunks
+The choice is between one ring and a hierarchical all-reduce, with sizes of buckets or chunks
 and the algorithm between clusters.
 
     measured_networks()    corrects the plan's network rates by the measured reduction times
@@ -50,7 +50,7 @@ class MeasuredReductions:
 
     @property
     def hierarchical(self) -> bool:
-        """True if gradients are reduced inside clusters first, then across; False for a single ring."""
+        """True if gradients are reduced inside clusters first, then across; False for one ring."""
         return is_hierarchical(self.reduction, self.size)
 
 
@@ -125,10 +125,10 @@ class _ReductionKey(NamedTuple):
 
 
 def is_hierarchical(reduction: ReductionSpec, size: float) -> bool:
-    """Return whether gradients are summed hierarchically, and not in a single ring.
+    """Return whether gradients are summed hierarchically, and not in one ring.
 
     Args:
-        reduction: How the stage sums gradients. Below its `hierarchical_from` bytes, a single ring is
+        reduction: How the stage sums gradients. Below its `hierarchical_from` bytes, one ring is
             used in any case.
         size: Bytes of gradients.
     """
@@ -199,7 +199,7 @@ def _networks_with_prices(
 ) -> Iterator[tuple[str, Price]]:
     """Yield (network, predicted time on it) for the gradient all-reduces of a pipeline stage.
 
-    A ring uses a single network. A hierarchical all-reduce uses a network across clusters and others
+    A ring uses one network. A hierarchical all-reduce uses a network across clusters and others
     inside them. Across clusters, the time is predicted for the algorithm that the plan's rules choose.
     If the job has used another algorithm across clusters, measured and predicted times are not
     comparable, and nothing is yielded. Direct exchanges across clusters are an exception: their
@@ -210,7 +210,7 @@ def _networks_with_prices(
         stage: Number of the stage.
         measured_stage: Measurements of the stage, with the algorithm that it used.
     """
-    # An entry for each family (data-parallel groups on equal networks): predicted times of a single
+    # An entry for each family (data-parallel groups on equal networks): predicted times of one
     # ring (`flat`) and of a hierarchical all-reduce (`hierarchical`; None if that is not possible).
     groups = decided.prices.family_reductions(decided.placement, stage)
     for group in groups:
@@ -265,7 +265,7 @@ def _decisions_by_size(
 ) -> dict[float, Decisions]:
     """Return how gradients would be reduced best, for each size of gradients that a stage has.
 
-    Stages hold different layers, so their gradients differ in size. But a plan has a single size for
+    Stages hold different layers, so their gradients differ in size. But a plan has one size for
     all stages. So the rules by which the plan was made (decisions()) are applied once for each size.
 
     Args:

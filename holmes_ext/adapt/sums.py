@@ -164,7 +164,7 @@ def fits(change: ReductionChange, recorder: Recorder) -> bool:
         return True
     import torch
 
-    # A stage uses buckets (a single ring) or chunks (hierarchical). Both sizes are added, because it
+    # A stage uses buckets (one ring) or chunks (hierarchical). Both sizes are added, because it
     # may use either, depending on the bytes of its gradients: the sum is large enough for both.
     increases = []  # in bytes, by stage
     for before, after in zip(change.before, change.after):

@@ -1,7 +1,7 @@
 """Outer algorithms: when pseudo-gradients are exchanged, and the outer step that applies their aggregate.
 
 An algorithm is a class in this module, registered by its name in ALGORITHMS (setting `algorithm`). The
-model's weights are divided into fragments; a round exchanges a single fragment.
+model's weights are divided into fragments; each round exchanges one fragment.
 
     anchor             a      fragment after its last outer step, equal in all jobs: float32, on the host
     local weights      x_j    fragment of job j after further inner steps

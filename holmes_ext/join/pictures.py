@@ -68,7 +68,7 @@ def worth_figure(
     Args:
         rounds: Forecasts for joined jobs.
         tokens: Tokens of a sample.
-        single_jobs: Name of a way to train with a single job -> its tokens/s.
+        single_jobs: Name of a way to train with one job -> its tokens/s.
         verdict: Title of the figure: the recommended way to train.
         width: Width of the figure, in inches.
     """

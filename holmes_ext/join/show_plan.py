@@ -75,14 +75,14 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class JoinedForecast:
-    """Predicted throughput of joined jobs, one in each cluster, and of a single job that spans them.
+    """Predicted throughput of joined jobs, one in each cluster, and of one job that spans them.
 
     `holmes plan` shows it, as text, JSON or a page.
     """
 
     rounds: joined.RoundForecasts
     tokens: int  # of a sample
-    spanning_job_tokens_per_s: float  # of the best plan of a single job that spans the clusters
+    spanning_job_tokens_per_s: float  # of the best plan of one job that spans the clusters
     #: The same jobs with batches in proportion to their speeds; None if they are equally fast.
     by_speed: joined.RoundForecasts | None = None
     #: Clusters for which the search for the best plan of a job on this cluster alone ended before all
@@ -108,7 +108,7 @@ class JoinedForecast:
                 "jobs"          samples and step time of each joined job
                 "settings"      duration of an exchange between the jobs, and tokens/s of all jobs,
                                 for each combination of values of --holmes-outer
-                "crossing"      tokens/s of a single job that spans the clusters
+                "crossing"      tokens/s of one job that spans the clusters
                 "choices"       these ways to train, compared
                 "unfinished"    names of the jobs whose search reached its time limit
         """
@@ -150,7 +150,7 @@ class JoinedForecast:
             seconds by which an inner step itself is slower, as rounds share the network with it,
                 compared with a job that trains alone
             tokens/s of all joined jobs
-            gain: these tokens/s divided by those of a single job that spans the clusters
+            gain: these tokens/s divided by those of one job that spans the clusters
         """
         result = []
         for setting in self.settings:
@@ -170,7 +170,7 @@ class JoinedForecast:
     def choices(self) -> list[Choice]:
         """Return ways to train: one job on a cluster, one job across all clusters, joined jobs.
 
-        Each has a text on the expected loss. The loss of a single job depends on its batch only, not
+        Each has a text on the expected loss. The loss of one job depends on its batch only, not
         on the hardware. So the text is "of its batch": the loss that a batch of this size gives.
 
         Joined jobs appear in two ways:
@@ -219,7 +219,7 @@ class JoinedForecast:
         Args:
             name: Name of this way to train, as the user sees it.
             samples_per_s: Of all jobs together.
-            loss: Comparison of the loss with that of a single job, in words.
+            loss: Comparison of the loss with that of one job, in words.
             more_flags: Flags besides those that all joined jobs need.
         """
         first_cluster = self.rounds.jobs[0].cluster
@@ -273,7 +273,7 @@ class JoinedForecast:
     def unfinished_searches(self) -> list[str]:
         """Return the jobs whose search reached its time limit before all parallel sizes were examined.
 
-        They may be jobs on a single cluster and the job that spans all clusters.
+        They may be jobs on one cluster and the job that spans all clusters.
 
         Returns:
             Names as in the table of choices: ["one job on a alone", "one job across"].
@@ -308,7 +308,7 @@ class JoinedForecast:
                     "command, with its own cluster's name:"
                 )
                 lines.append(f"  {choice.flags}")
-        if "--holmes-join" not in best.flags:  # a single job; it is started as always
+        if "--holmes-join" not in best.flags:  # one job; it is started as always
             return [*lines, f"most tokens/s: {best.name}; add to the command:", f"  {best.flags}"]
         serve = (
             "`holmes join serve` on HOST, which all reach, and `holmes join invite NAME` there for each "
@@ -363,9 +363,9 @@ class JoinedForecast:
         )
 
     def show(self) -> None:
-        """Print joined jobs as an alternative to a single job that spans the clusters.
+        """Print joined jobs as an alternative to one job that spans the clusters.
 
-        The output comes after the plan of that single job. It has these parts:
+        The output comes after the plan of that job. It has these parts:
 
         1. the ways to train with their tokens/s and loss, and the recommended way
         2. the predicted step time of each joined job
@@ -385,12 +385,12 @@ class JoinedForecast:
     def page_parts(self) -> list[str]:
         """Return the section of the HTML page about joined jobs, as HTML fragments.
 
-        It follows the plan of a single job that spans the clusters, and has the same parts as the text
+        It follows the plan of one job that spans the clusters, and has the same parts as the text
         of show(). In addition, a picture draws tokens/s against `every`: the number of inner steps from
         an exchange of a part of the model to the next exchange of the same part.
         """
         return [
-            # "its": of the single job that spans the clusters; its plan is above.
+            # "its": of the job that spans the clusters; its plan is above.
             heading("Joined jobs in its place, one in each cluster"),
             table([column.name for column in CHOICES], self.choice_rows()),
             paragraphs([*self.advice(), self.job_step_times() + "."]),
@@ -435,7 +435,7 @@ def beside(result: SearchResult, seconds: float) -> JoinedForecast:
         seconds: Time limit of the search for each job's best plan.
 
     Raises:
-        HolmesError: There is a single cluster, or the model does not fit on a cluster.
+        HolmesError: There is only one cluster, or the model does not fit on a cluster.
     """
     site = result.network.site
     model = result.model

@@ -222,7 +222,7 @@ class _Network:
             delay: Inner steps that the job takes while a round runs, before it waits for the
                 aggregate.
         """
-        # The nodes of a job do the same at the same time, so a single node stands for all.
+        # The nodes of a job do the same at the same time, so one node stands for all.
         self.capacities[job, "out"] = self.nic_bps
         self.capacities[job, "in"] = self.nic_bps
         # Processes of a node; they share its NIC.
@@ -235,7 +235,7 @@ class _Network:
         bits_of_node = ethernet_s * self.nic_bps
         bits_of_process = bits_of_node / processes
         self.templates["steps", job] = Transfer(
-            parties=1,  # it begins when a single thread has posted it: the job's training thread
+            parties=1,  # it begins when one thread has posted it: the job's training thread
             bits=bits_of_process / _PIECES,
             uses=nics,
         )
@@ -244,7 +244,7 @@ class _Network:
         """Add the transfer of a pseudo-gradient from a job to another, for all rounds.
 
         Each rank sends its part over a TCP stream of its own. All streams between two jobs are
-        equal and begin together. So only a single stream is simulated, with its share of the NICs and
+        equal and begin together. So only one stream is simulated, with its share of the NICs and
         WAN links. It is stored as a template, ("gradient", job, other); the simulation copies it in
         each round.
 
@@ -278,9 +278,9 @@ class _Network:
         # Besides its bits, a stream takes a round trip, because its first bytes must be answered before all
         # bytes may leave. The way there counts before the bits, the way back after them.
         self.templates["gradient", job, other] = Transfer(
-            parties=1,  # it begins when a single thread has posted it: the sender's
+            parties=1,  # it begins when one thread has posted it: the sender's
             fixed_s=way_s,
-            bits=bits / streams,  # of a single stream; it stands for all
+            bits=bits / streams,  # of one stream; it stands for all
             limit_bps=stream_bps,
             uses=(*shared_hops, sending_nic, receiving_nic),
             latency_s=way_s,
@@ -309,7 +309,7 @@ def _training(index: int, job: JoinedJob, alone: int, delay: int) -> Iterator[Op
     5. Wait for the event "arrived": the rounds thread has the aggregate.
 
     Only the inner steps during a round share Ethernet with it. So only they are divided into pieces
-    that alternate between computing and sending. The others are a single operation of known duration.
+    that alternate between computing and sending. The others are one operation of known duration.
 
     Args:
         index: Number of the job.
@@ -370,7 +370,7 @@ def _rounds(job: int, jobs: Sequence[int]) -> Iterator[Op]:
 def _verdict(name: str, number: int) -> tuple[Op, Op]:
     """Return the operations of a job that sends a request and waits until all jobs have sent it.
 
-    Then the coordinator replies. In the simulation, the request is a single transfer of all jobs, so
+    Then the coordinator replies. In the simulation, the request is one transfer of all jobs, so
     its tag does not name a job. It begins when the last job has posted it.
 
     Args:

@@ -5,10 +5,10 @@ names the purpose in the handshake:
 
     heartbeat   telemetry every HEARTBEAT_S seconds; when the connection closes, the job is gone
     job         requests {"op": "hello" | "enter" | "ready" | "next" | "done" | "checked" | "maps", ...}
-    status      a single reply: the state of the run, as `holmes join status` displays it
-    reachable   a single reply: whether the caller's port accepts connections
-    settings    a single reply: the --outer settings of the run
-    redeem      a single reply: the certificate of a job that has shown its invitation
+    status      one reply: the state of the run, as `holmes join status` displays it
+    reachable   one reply: whether the caller's port accepts connections
+    settings    one reply: the --outer settings of the run
+    redeem      one reply: the certificate of a job that has shown its invitation
     standby     a rank that cannot be called waits for calls (relay.py)
     relay       a rank calls a rank on standby (relay.py)
 
@@ -192,8 +192,8 @@ class CoordinatorServer:
 
         In the handshake the caller shows its certificate, and sends its purpose: a document that names the
         use of the connection (listed at the top of this module). All callers but those of "status" and
-        "redeem" are ranks of the job that the certificate names. "status", "settings" and "redeem" get a
-        single reply. Any other purpose is ignored. When this function returns, the listener disconnects.
+        "redeem" are ranks of the job that the certificate names. "status", "settings" and "redeem" get one
+        reply. Any other purpose is ignored. When this function returns, the listener disconnects.
 
         Args:
             guest: The accepted connection. The number of unauthenticated connections is limited; admit()
@@ -234,7 +234,7 @@ class CoordinatorServer:
                 channel.send(reply, Deadline(ANSWER_S, "an answer"))
 
     def _short_reply(self, host: str, purpose: Purpose) -> dict[str, Any]:
-        """Return the reply to a caller that needs a single document: status, settings or certificate."""
+        """Return the reply to a caller that needs one document: status, settings or certificate."""
         match purpose.get("purpose"):
             case "status":
                 return self.status()

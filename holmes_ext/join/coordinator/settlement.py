@@ -290,7 +290,7 @@ class Settlement:
 
         Members poll; they get the reply "check" after this call has increased `round_state.check_number`.
         A pseudo-gradient counts if its job has a share above 0 and is not excluded (excluded jobs contradict
-        other members). If too few count, the exchange is repeated without a single excluded job. A round of
+        other members). If too few count, the exchange is repeated without one excluded job. A round of
         two members, or without excluded jobs, is void instead.
 
         Args:

@@ -58,7 +58,7 @@ def _take_model_step(call, instance):
         call: Runs the wrapped DeepSpeedEngine._take_model_step with its arguments.
         instance: The DeepSpeed engine.
     """
-    # Only the steps of a single optimizer or engine of a process are counted: the first object for
+    # Only the steps of one optimizer or engine of a process are counted: the first object for
     # which claim() is called. claim() returns whether that is this engine; it returns False in a job
     # that trains alone. Before the first step, claim() also connects to the other jobs; for that, it
     # calls _adapter().

@@ -79,7 +79,7 @@ class Giver:
         """Serve a rank of another job that copies fragments, until it closes the connection.
 
         An invalid request ends the connection, too. Only a few requests are answered at a time; others
-        wait for their turn. A turn lasts for a single request. If it lasted for the whole connection, the
+        wait for their turn. A turn lasts for one request. If it lasted for the whole connection, the
         ranks of a taker could block each other: between two fragments, a fast rank waits for the slow
         ranks of its job, and these would wait for its turn to end.
 

@@ -1,4 +1,4 @@
-"""Aggregation of the jobs' pseudo-gradients of a fragment into a single vector (setting `aggregate`).
+"""Aggregation of the jobs' pseudo-gradients of a fragment into one (setting `aggregate`).
 
 With d_j the pseudo-gradient of job j, w_j its share of the tokens, and J jobs:
 

@@ -381,7 +381,7 @@ class RoundRunner:
             ranges_of[name] = job.ranges
             for rank, peer in job.peers.items():
                 peers[name, rank] = peer
-        # Ranges of elements that a single rank of each job exchanges; this rank takes part in its own.
+        # Ranges of elements that one rank of each job exchanges; this rank takes part in its own.
         ranges = shared_ranges(ranges_of, fragment.start, fragment.stop)
         pieces = [span for span in ranges if span.owners[self.job] == self.job_ranks.rank]
         return Attempt(self.job, members, pieces, peers, self.codec)

@@ -37,7 +37,7 @@ class RankRange:
 
 @dataclass(frozen=True)
 class SharedRange:
-    """Elements [start, stop) that are exchanged by a single rank of each job.
+    """Elements [start, stop) that one rank of each job exchanges.
 
     Ranks of different jobs hold different shards, so a fragment consists of many such ranges.
     """
