@@ -171,7 +171,7 @@ class LockStepRounds:
             return None
         ended_round = member.catches_up_after
         member.catches_up_after = None
-        # The verdict "behind", with the fragments that have another version in the majority of jobs.
+        # The verdict "behind", with the fragments of which the majority has another version.
         behind_reply = self._versions.behind_reply(member)
         member.was_told_to_take_weights = behind_reply is not None
         if behind_reply is None:

@@ -57,10 +57,10 @@ class Versions:
     def behind_reply(self, member: Member) -> Reply | None:
         """Return the verdict "behind" with the fragments that a job must take, and the job that gives them.
 
-        That job, the donor, has most of these fragments; of several, it is the job that joined first.
-        Donors that gave this job wrong weights before, or cannot exchange data with it, are avoided if
-        there are others. The donor is noted in the member's `unchecked_donors`: its weights are checked
-        when the member reports the next time.
+        The donor is the job that has most of these fragments, the earliest of several. Donors that
+        gave this job wrong weights before, or cannot exchange data with it, are avoided if there are
+        others. The donor is noted in the member's `unchecked_donors`: its weights are checked when the
+        member reports the next time.
 
         Returns:
             None if the job has the valid version of every fragment that another job could give it.

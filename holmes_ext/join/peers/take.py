@@ -4,7 +4,7 @@ A taker is a job with outdated weights: it is new, late, or restarted from an ol
 job with the valid weights. Each rank of the taker takes the elements that it exchanges from the donor's ranks
 that exchange the same elements:
 
-1. Taker: send a request to the donor's rank, over the same connection for all fragments
+1. Taker: send a request to the donor's rank, over one connection for all fragments
        {"fragment": 2, "version": 57, "start": first element, "stop": element after the last,
         "tensors": ["anchor", "momentum"]}
 2. Donor: wait until the fragment has this version. The taker may hear of a commit from the coordinator before
@@ -213,8 +213,8 @@ class Donor:
 class DonorConnections:
     """Connections of this rank to ranks of the donor, each opened at its first use.
 
-    All fragments are read over the same connections: over a WAN, opening a connection takes as long
-    as reading a small fragment. Use this class as a context manager; its end closes the connections.
+    All fragments are read over the same connections: over a WAN, to open one takes as long as to read
+    a small fragment. This class is a context manager, which closes the connections.
 
     Args:
         donor: The job from which fragments are copied.
@@ -310,18 +310,18 @@ def _take_fragment(
     store: Store,
     tensors: Sequence[str],
 ) -> str:
-    """Take a fragment from a donor on all ranks of this job, and store it; collective.
+    """Take one fragment from a donor on all ranks of this job, and store it; collective.
 
     Args:
         fragment: The fragment.
-        index: Index of the fragment.
+        index: Its index.
         least_version: Least version that the fragment must have.
-        donor: The job that has the fragment.
+        donor: The job that has it.
         connections: Connections of this rank to the donor's ranks.
         job_ranks, patience_s, store, tensors: As those of take_fragments().
 
     Returns:
-        "", or the reason why the fragment could not be taken.
+        "", or why the fragment could not be taken.
     """
     for _ in range(_TRIES):
         taken: dict[str, torch.Tensor] = {}  # to fill with this rank's elements
@@ -371,13 +371,13 @@ def _fetch(
     """Copy this rank's elements of a fragment's anchor, momentum or both from an up-to-date job.
 
     Args:
-        fragment: The fragment; it is not changed.
-        index: Index of the fragment.
-        least_version: Least version (round of the last outer step) that this job needs. The donor waits
-            until it has this version. If that takes too long, it answers with an older version.
+        fragment: The fragment, which is not changed.
+        index: Its index.
+        least_version: Version (round of the last outer step) that this job needs, or a later one. The
+            donor waits until it has this version. If that takes too long, it answers with an older one.
         taken: ANCHOR, MOMENTUM or both -> tensor to fill.
         donor: The up-to-date job.
-        connections: Connections to the donor's ranks.
+        connections: Connections to its ranks.
         rank: This rank.
         patience_s: Seconds for an answer.
 
