@@ -156,7 +156,15 @@ class Giver:
         if not 0 <= index < len(state.fragments):
             raise HolmesError(f"there is no fragment {index}")
         fragment = state.fragments[index]
-        self._wait_for_version(fragment, version, channel)
+        # The taker may learn of a commit from the coordinator before this job does. Wait half a timeout: the
+        # taker gives up after a whole timeout, and the answer itself needs time.
+        deadline = Deadline(state.settings.timeout / 2, "a version that is asked for")
+        # copy_version: round of the last outer step that a copy would contain, with steps of committed rounds
+        # that training has not taken yet.
+        while fragment.copy_version < version and not deadline.passed:
+            if not channel.idle():  # closed, or with another request before the answer
+                raise ConnectionError("the taker does not wait")
+            time.sleep(_LOOK_S)
         try:
             copied = state.copy_of(fragment, start, stop)
         except KeyError:
@@ -173,28 +181,6 @@ class Giver:
         sizes = {"anchor": len(anchor), "momentum": len(momentum)}
         channel.send({"version": copied.version, **sizes}, deadline)
         channel.send_bytes([anchor, momentum], deadline)
-
-    def _wait_for_version(self, fragment: Fragment, version: int, channel: Channel) -> None:
-        """Wait until the fragment has a version that a taker needs, for at most half a timeout.
-
-        The taker may learn of a commit from the coordinator before this job does. It gives up after a whole
-        timeout, and the answer itself needs time.
-
-        Args:
-            fragment: The fragment.
-            version: Round of the last outer step that the taker needs.
-            channel: Connection to the taker.
-
-        Raises:
-            ConnectionError: The taker has closed the connection, or has sent another request.
-        """
-        deadline = Deadline(self._state.settings.timeout / 2, "a version that is asked for")
-        # copy_version: round of the last outer step that a copy would contain, with steps of committed rounds
-        # that training has not taken yet.
-        while fragment.copy_version < version and not deadline.passed:
-            if not channel.idle():
-                raise ConnectionError("the taker does not wait")
-            time.sleep(_LOOK_S)
 
 
 @dataclass(frozen=True)
