@@ -154,10 +154,6 @@ def rounds_figure(run: Run, width: float = WIDE) -> Any:
     Durations and waits are those of the slowest rank. The drift is the distance of this job's
     pseudo-gradient from the aggregate of all jobs, divided by the aggregate's norm. Rounds that
     were not committed are labelled with their verdict.
-
-    Args:
-        run: Telemetry of a run of the job, with the reports of its ranks about each round.
-        width: Width of the figure, in inches.
     """
     numbers = list(run.rounds)
     reports_of_rounds = list(run.rounds.values())  # of each round: the reports of the ranks

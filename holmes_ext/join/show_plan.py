@@ -286,10 +286,10 @@ class JoinedForecast:
     def advice(self) -> list[str]:
         """Return lines that recommend a way to train, and show the flags to start it.
 
-        The ways are a job on one cluster, a job across all clusters, and joined jobs (choices()). Of
-        those whose expected loss is known, the way with most tokens/s is recommended. A way with more
-        tokens/s, but a loss that no benchmark has measured, is mentioned before it. Nothing is
-        recommended if a search is unfinished.
+        The ways are one job on one cluster, one job across all clusters, and joined jobs
+        (choices()). Recommended is the one with most tokens/s among those whose expected loss is
+        known. A way with more tokens/s, but a loss that no benchmark has measured, is mentioned
+        before it. Nothing is recommended if a search is unfinished.
         """
         unfinished = self.unfinished_searches()
         if unfinished:
@@ -308,7 +308,7 @@ class JoinedForecast:
                     "command, with its own cluster's name:"
                 )
                 lines.append(f"  {choice.flags}")
-        if "--holmes-join" not in best.flags:  # one job; it is started as always
+        if "--holmes-join" not in best.flags:  # one job, which is started as always
             return [*lines, f"most tokens/s: {best.name}; add to the command:", f"  {best.flags}"]
         serve = (
             "`holmes join serve` on HOST, which all reach, and `holmes join invite NAME` there for each "
