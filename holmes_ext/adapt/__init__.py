@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 def is_active(options: Options) -> bool:
     """Return whether the options allow changes of the plan while the job runs.
 
-    A job that measures a profile (--holmes-profile) keeps its plan, because its times must be of
-    one plan.
+    A job that measures a profile (--holmes-profile) keeps its plan, because all its times must be
+    those of the same plan.
     """
     return options.value("adapt") != "off" and not options.profile
 
 
 def applies_to(current: Session) -> bool:
-    """Return whether the plan of this job has something that can change between two training steps.
+    """Return whether any part of this job's plan can change between two training steps.
 
-    It may be the number of micro-batches in flight, or the algorithm that sums gradients. The ranks
+    This may be the number of micro-batches in flight, or the algorithm that sums gradients. The ranks
     agree on a change through the job's key-value store, so a job without a store keeps its plan.
     """
     # Inside a single cluster, gradients are always summed in the same way.

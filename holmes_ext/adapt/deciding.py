@@ -1,11 +1,12 @@
-"""Decides on rank 0 what to change in the plan of a running job, from all ranks' measurements.
+"""Decides on rank 0 about changes of a running job's plan, from all ranks' measurements.
 
     measured passes, messages   -> PipelineEvaluator    changes the micro-batches in flight
     measured reductions         -> ReductionEvaluator   changes how gradients are reduced
     measured seconds of layers  -> better_split()       changes the layers of stages, by a restart
 
 After each change, some steps are trained with it, to measure its effect on the step time (its
-trial). If the change did not help, the next change takes it back. Only one is on trial at a time.
+trial). If the change did not help, the next change takes it back. Only one change is on trial at a
+time.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ CHANGES: dict[str, type[Changes]] = {
 
 
 class Deciding:
-    """Chooses on rank 0 which change of a running job's plan to propose to all ranks.
+    """Chooses on rank 0 a change of a running job's plan, and proposes it to all ranks.
 
-    The ranks then vote on it, and all of them adopt it, or none. A change is another number of
-    micro-batches in flight, another algorithm that reduces gradients, or a restart with other
-    numbers of layers on the pipeline stages.
+    The ranks then vote on the change, and either all or none of them adopt it. A change is another
+    number of micro-batches in flight, another algorithm that reduces gradients, or a restart with
+    other numbers of layers on the pipeline stages.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Deciding:
         self._will_restart = False  # all ranks have agreed on a restart
 
     def propose(self, step: int, reports: list[dict[str, Any] | None]) -> dict[str, Any]:
-        """Return a proposal for a change of the plan, on which all ranks then vote.
+        """Return a proposal for a change of the plan; all ranks then vote on it.
 
         With --holmes-adapt report, the change is only printed, and "no change" is proposed.
 
@@ -113,14 +114,14 @@ class Deciding:
 
         Returns:
             "at": number of the first step with the change, or 0 for no change. "next": number of
-            the step from which on all ranks measure again. With a change this is "at" + 1, because
+            the next step that all ranks measure. With a change this is "at" + 1, because
             adopting the change makes step "at" longer. "kind" and "change": name of the kind of
             change (CHANGES), and its fields; absent for no change. change_of() reads them.
         """
         no_change = {"at": 0, "next": step + 1}
         answered = [report for report in reports if report is not None]
         answered.sort(key=lambda report: report["rank"])
-        # A change needs the votes of all ranks, so one absent rank is enough to wait.
+        # A change needs the votes of all ranks. So nothing is proposed if a single rank is absent.
         if len(answered) < self.current.process.world_size:
             return no_change
         step_s = max(report["totals"]["step"] for report in answered)  # of the slowest rank
@@ -141,10 +142,7 @@ class Deciding:
         return {"at": at, "next": at + 1, "kind": kind, "change": asdict(change)}
 
     def taken(self) -> None:
-        """Begin to measure the effect of the last proposal, which all ranks have "taken".
-
-        That is, they have voted to adopt it.
-        """
+        """Begin to measure the effect of the last proposal, because all ranks have voted to adopt it."""
         self._on_taken()
 
     def _next_change(self, reports: list[dict[str, Any]], step_s: float) -> Changes | None:
@@ -195,7 +193,7 @@ class Deciding:
         return None
 
     def _note_restart(self) -> None:
-        """Remember that all ranks have agreed on a restart, so that none is proposed again."""
+        """Remember that all ranks have agreed on a restart, so that no restart is proposed again."""
         self._restart = None
         self._will_restart = True
 
@@ -215,8 +213,8 @@ class Deciding:
         self._stage_links |= stage_links_of(reports)
         for report in reports:
             report["stage_link_s"] = self._stage_links.get(report["stage"], 0.0)
-        # merge() makes one profile of the reports of all ranks: times and bytes of each stage, by
-        # its slowest rank.
+        # merge() makes a profile of the reports of all ranks: times and bytes of each stage, by its
+        # slowest rank.
         profile = replace(merge(self.current, reports), sizes=self.sizes)
         # memory_of(): GPU memory of each stage. measured(): the plan with the profile's times.
         return profile, measured(plan, profile, memory_of(reports, profile))
@@ -227,14 +225,14 @@ class Deciding:
         """Return the measured gradient reductions (all-reduces) of each pipeline stage.
 
         Of the times that a stage's ranks report, the shortest counts: the rank with the shortest
-        time was the last to join the all-reduce, so its time has no wait for other ranks in it.
+        time was the last to join the all-reduce, so its time contains no wait for other ranks.
 
         Args:
             reports: Measurements of all ranks.
             measured_plan: Plan with measured times; None if passes were not measured.
 
         Returns:
-            One item for each stage. [] if the reductions of a rank do not follow the plan, or if
+            An item for each stage. [] if the reductions of a rank do not follow the plan, or if
             ranks of a stage report different algorithms: then some of them measured before the
             last change, others after it.
         """
@@ -242,8 +240,8 @@ class Deciding:
         # reductions do not follow the plan.
         if not all(report["sums"] for report in reports):
             return []
-        # When each stage has computed all gradients: seconds after the begin of the step, all 0 if
-        # passes were not measured.
+        # Time at which each stage has computed all gradients: seconds after the begin of the step; all
+        # 0 if passes were not measured.
         end_s_of_stage = self._ends_of_backward(measured_plan)
         measured_stages = []
         for stage, end_s in enumerate(end_s_of_stage):
@@ -252,20 +250,8 @@ class Deciding:
             reductions = {json.dumps(window["way"]) for window in windows}
             if len(reductions) != 1:
                 return []
-            busy_s: dict[str, float] = {}  # network -> shortest time of the stage's ranks
-            for window in windows:
-                for network, seconds in window["busy"].items():
-                    busy_s[network] = min(seconds, busy_s.get(network, seconds))
-            first = windows[0]
-            measured_stage = MeasuredReductions(
-                reduction=Table(first["way"], "report").into(ReductionSpec),
-                size=max(window["bytes"] for window in windows),
-                seconds=min(window["seconds"] for window in windows),
-                exposed_s=min(window["exposed"] for window in windows),
-                busy=busy_s,
-                end_s=end_s - min(end_s_of_stage),  # after the stage that ends first
-            )
-            measured_stages.append(measured_stage)
+            seconds_after_first_stage = end_s - min(end_s_of_stage)
+            measured_stages.append(_merged_windows(windows, seconds_after_first_stage))
         return measured_stages
 
     def _ends_of_backward(self, measured_plan: Plan | None) -> list[float]:
@@ -295,7 +281,8 @@ class Deciding:
     def _stage_link_seconds(self, measured_plan: Plan) -> tuple[float, ...]:
         """Return the seconds that a message to the next stage takes, for each stage but the last.
 
-        Times are measured ones where the plan has them, else predicted from the networks' rates.
+        The plan's measured time is returned for each stage that has a measured time. Otherwise the time is
+        predicted from the networks' rates.
         """
         options = self.current.options
         decided = decisions(measured_plan, self.network_api, options, self.current.engine)
@@ -304,7 +291,9 @@ class Deciding:
     def _compare_layers(self, profile: Profile, measured_plan: Plan) -> None:
         """Look for better numbers of layers on the stages, if the times of passes have changed.
 
-        The measured times are then also written to the telemetry file.
+        Better numbers become the restart to propose next, or are printed for the user
+        (_look_for_restart). The measured times are also written to the telemetry file. If the times
+        equal those of the last call, nothing happens.
 
         Args:
             profile: Times that were measured in the last steps.
@@ -326,9 +315,9 @@ class Deciding:
 
         Args:
             profile: Measured times of all stages.
-            measured_plan: Plan with these times, from which the times of stage links are taken.
+            measured_plan: Plan with these times; it also has the times of stage links.
         """
-        # Measured or predicted. The last stage has no link to a next one.
+        # Measured or predicted. The last stage has no link to a next stage.
         stage_link_s = (*self._stage_link_seconds(measured_plan), 0.0)
         stages = [
             replace(stage, stage_link_s=seconds)
@@ -364,7 +353,7 @@ class Deciding:
         self._tell_once(better.text, consequence)
 
     def _measured_costs(self, profile: Profile) -> StageCosts:
-        """Return the costs of each layer on each stage: measured seconds, or else predicted ones.
+        """Return the costs of each layer on each stage: measured seconds if available, else predicted.
 
         Args:
             profile: Measured times of all stages.
@@ -377,7 +366,7 @@ class Deciding:
         # them to every other rank ("direct"). With NCCL, they go around a ring.
         direct = self.network_api == SOCKETS
         # Rules: methods that the job may use. RankModel: bytes and micro-batches of a rank. Prices:
-        # predicted seconds of messages and reductions under both.
+        # predicted seconds of messages and reductions with these rules and sizes.
         rules = rules_of(self.current.engine, self.current.options, direct=direct)
         rank_model = RankModel.of_workload(profile.workload(), self.sizes)
         prices = Prices(network, rank_model, rules)
@@ -389,14 +378,14 @@ class Deciding:
     # Lines for the user
 
     def _tell_ended(self, trials: Trials) -> None:
-        """Print how a trial that has ended changed the step time, and whether the change stays.
+        """Print the effect on the step time of a trial that has ended, and whether the change stays.
 
-        A trial is some steps with an adopted change. Nothing is printed if no trial has ended,
-        or if the change only undid an earlier one. The line about that earlier change already says
-        "reverted".
+        A trial is some steps with an adopted change. Nothing is printed if no trial has ended, or if
+        the change only undid an earlier change. The line about that earlier change already has the
+        word "reverted".
 
         Args:
-            trials: Trials of one kind of change.
+            trials: Trials of one class of changes.
         """
         if trials.ended is None:
             return
@@ -414,7 +403,7 @@ class Deciding:
     def _tell_change(self, change: Changes) -> None:
         """Print a change that the job would make with --holmes-adapt on.
 
-        Called for --holmes-adapt report, which only reports changes.
+        Called for --holmes-adapt report: changes are only reported.
         """
         effect = f"a step would take {change.then_s:.4g} s, not {change.now_s:.4g}"
         self._tell_once(f"with {change.text}", f"{effect} (--holmes-adapt on does it)")
@@ -434,17 +423,38 @@ def change_of(proposal: dict[str, Any]) -> Changes:
     """Return the change of the plan that a proposal contains, as an object of its class.
 
     Args:
-        proposal: Result of Deciding.propose() on rank 0, which other ranks get as JSON. "kind"
-            names the class of the change, "change" has its fields.
+        proposal: Result of Deciding.propose() on rank 0; other ranks get it as JSON. "kind" names
+            the class of the change, "change" has its fields.
     """
     change: Changes = Table(proposal["change"], "proposal").into(CHANGES[proposal["kind"]])
     return change
 
 
+def _merged_windows(windows: list[dict[str, Any]], end_s: float) -> MeasuredReductions:
+    """Return the measurements of a stage from those of its ranks; of all times, the shortest counts.
+
+    Args:
+        windows: Measurements of each rank of the stage (ReductionWindow.report), with the same algorithm.
+        end_s: End of the stage's last backward pass, in seconds after that of the stage that ends first.
+    """
+    busy_s: dict[str, float] = {}  # network -> shortest time of the ranks
+    for window in windows:
+        for network, seconds in window["busy"].items():
+            busy_s[network] = min(seconds, busy_s.get(network, seconds))
+    return MeasuredReductions(
+        reduction=Table(windows[0]["way"], "report").into(ReductionSpec),
+        size=max(window["bytes"] for window in windows),
+        seconds=min(window["seconds"] for window in windows),
+        exposed_s=min(window["exposed"] for window in windows),
+        busy=busy_s,
+        end_s=end_s,
+    )
+
+
 def memory_of(reports: list[dict[str, Any]], profile: Profile) -> list[Room]:
     """Return the GPU memory of each stage: that of its rank with the least free memory.
 
-    A stage gets Room(), with zeros, if the memory of one of its ranks was not measured.
+    A stage gets Room(), with zeros, if the memory of any of its ranks was not measured.
 
     Args:
         reports: Measurements of all ranks.

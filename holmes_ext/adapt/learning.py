@@ -11,7 +11,8 @@ The first step is not measured, because it also sets up the engine. A change beg
 rank 0 has proposed it (deciding.py). After an error in thread L, the plan stays as it is, and a
 line is printed.
 
-No rank waits for ever: see vote.py.
+No rank waits for ever: the training thread waits for no other rank, and the votes have a time limit
+(vote.py).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ MOST_STARTS = 50
 
 
 class Replanner:
-    """Thread that measures the steps of one rank, and votes with the other ranks on a new plan."""
+    """Thread that measures the steps of this rank, and votes with the other ranks on a new plan."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Replanner:
             put: Writes a document to the telemetry file.
             start: How often re-planning has started in this job, now included (it starts again
                 when the batch size changes). The keys in the store contain this number, so that a
-                new start does not read old ones.
+                new start does not read old keys.
         """
         self.current = current
         self.sizes = sizes
@@ -113,11 +114,11 @@ class Replanner:
             restart.leave(
                 self.current.store, self.current.key_prefix, self.current.process.world_size
             )
-        # The boundary counts steps and keeps the change on which the ranks have agreed. Here it
+        # The boundary counts steps and keeps the change that the ranks have agreed on. Here it
         # returns the change that all ranks adopt with this step, or None.
         change = self.boundary.begin()
         if isinstance(change, Restart):
-            # The job goes on until one more checkpoint is complete.
+            # The job goes on until another checkpoint is complete.
             self._restart_after = restart.checkpoints()
             if self.current.rank == 0:  # store the layers for the next start of the job
                 leave_layers(self.current.store, change.partition, self.sizes)
@@ -142,7 +143,7 @@ class Replanner:
             return
         document: dict[str, Any] = {"step": self.recorder.step}
         # "before", "in_flight": micro-batches in flight by stage, before and after the change. They
-        # are equal if the change is one of the reductions.
+        # are equal if the reductions change.
         if isinstance(change, ReductionChange):
             document |= {"before": in_flight, "in_flight": in_flight, "sums": change.text}
         else:
@@ -162,7 +163,7 @@ class Replanner:
     ) -> None:
         """Pass the measurements of a step to the thread that measures steps and changes the plan.
 
-        The telemetry recorder calls this method after each step, with all that it has measured.
+        The telemetry recorder calls this method after each step, with all its measurements.
 
         Args:
             step: Not used: the recorder counts from the start of the job. `self.boundary` counts
@@ -187,13 +188,13 @@ class Replanner:
         self._thread.join(ENDED_S)
 
     def _verdict_now(self, number: int) -> str:
-        """Return the verdict on a change; set it to KEEP_PLAN if there is none yet.
+        """Return the verdict on a change; set it to KEEP_PLAN if no rank has set it yet.
 
         Called when the training thread reaches the first step with the change. That thread cannot
         wait for votes. So if no rank has stored a verdict by then, no rank adopts the change.
 
         Args:
-            number: Number of the ballot in which the ranks vote on the change.
+            number: Number of the ballot on the change.
 
         Returns:
             ADOPT_CHANGE or KEEP_PLAN, the same on all ranks.
@@ -213,7 +214,15 @@ class Replanner:
         world = self.current.process.world_size
 
         def propose(reports: list[dict[str, Any] | None]) -> dict[str, Any]:
-            """Choose a change from the reports of all ranks; called on rank 0."""
+            """Return a proposal for a change of the plan, for the ballot; called on rank 0 only.
+
+            Args:
+                reports: Results of _measure() on all ranks.
+
+            Returns:
+                Result of Deciding.propose(). Its key "at" is the first step with the change, or 0 if
+                no change is proposed.
+            """
             # boundary.step: number of the step that the training thread runs now.
             return self.deciding.propose(self.boundary.step, reports)
 
@@ -223,7 +232,7 @@ class Replanner:
             prefix = f"{self.current.key_prefix}/adapt/{self._start}"
             self._vote = Vote(store, prefix, self.current.rank, world, self.stopped)
             number = 0  # of the ballot
-            first_step = FIRST_MEASURED_STEP  # step from which on this rank measures
+            first_step = FIRST_MEASURED_STEP  # first step that this rank measures
             while True:
                 report = self._measure(first_step)
                 proposal, verdict = self._vote.run_ballot(number, report, propose, self._agree)
@@ -255,7 +264,7 @@ class Replanner:
             key "sums" has the times of the gradient all-reduces (ReductionWindow.report).
 
         Raises:
-            Stopped: the job ends.
+            Stopped: The job ends.
         """
         planned = self.current.plan_for(self.sizes).traffic_of(self.network_api).in_flight
         in_flight = planned[self.stage.stage] if planned else 0  # 0: the engine's own schedule
@@ -282,7 +291,7 @@ class Replanner:
         returns True promises to adopt the change at that step, if all other ranks return True, too.
 
         Args:
-            number: Number of the ballot in which the change was proposed.
+            number: Number of the ballot on the change.
             proposal: Result of Deciding.propose() on rank 0.
         """
         change = change_of(proposal)
@@ -302,7 +311,7 @@ class Replanner:
 
 
 class _Running:
-    """Global state: the re-planning in this process. Hooks have no object to keep it in."""
+    """Global state of re-planning in this process; the hooks below are functions, and share it."""
 
     replanner: Replanner | None = None  # None before the first step
     #: Parallel sizes and micro-batches a step for which `replanner` was started.
@@ -346,11 +355,11 @@ def _begin_step(
     network_api: str,
     describe: Callable[[], Stage],
 ) -> None:
-    """Start re-planning if it does not run yet; adopt a change of the plan that begins here.
+    """Start re-planning if it does not run yet; adopt a change of the plan that begins with this step.
 
     Re-planning is a thread that measures steps and proposes changes of the plan. Measurements of
-    steps with other sizes or micro-batches are not comparable. So the first step with new ones
-    starts a new thread, but at most MOST_STARTS times in a job.
+    steps with other sizes or micro-batches are not comparable. So the first step with new sizes or
+    micro-batches starts a new thread, but at most MOST_STARTS times in a job.
 
     Args:
         current: State of holmes in this process.
@@ -373,7 +382,7 @@ def _begin_step(
             return
         is_nccl = network_api == VERBS
         recorder.on_gpu(is_nccl)  # with NCCL, passes are timed on the GPU, otherwise on the host
-        write_to_telemetry_file = recorder.write_document or _ignore  # None: there is no such file
+        write_to_telemetry_file = recorder.write_document or _ignore  # None: there is no file
         _Running.replanner = Replanner(
             current,
             sizes,
@@ -391,16 +400,16 @@ def _begin_step(
 
 
 def begin_sums(current: Session, ranks: tuple[int, ...], network_api: str, reducer: object) -> None:
-    """Begin to measure a data-parallel training step; adopt a change of the plan that begins here.
+    """Begin to measure a data-parallel training step; adopt a change of the plan that begins with it.
 
     A GradientReducer of a purely data-parallel job calls this hook before it sums the gradients of
     a step: hence "sums". This call marks the begin of the step, because no engine does. In a job
-    with a pipeline, the engine calls begin_step() instead, and this hook does nothing. It does
-    nothing for a second reducer either: a step must begin once.
+    with a pipeline, the engine calls begin_step() instead, and this hook does nothing. It also does
+    nothing if a second reducer calls it: a step must begin only once.
 
     Args:
         current: State of holmes in this process.
-        ranks: Global ranks over which the reducer sums.
+        ranks: Global ranks of the reducer's group.
         network_api: VERBS for NCCL, SOCKETS for gloo.
         reducer: The reducer that calls.
     """
@@ -415,7 +424,10 @@ def begin_sums(current: Session, ranks: tuple[int, ...], network_api: str, reduc
     if _Running.reducer() is reducer:
 
         def describe() -> Stage:
-            """Return the only stage, which has the whole model; layers are not measured singly."""
+            """Describe a pipeline of a single stage that has the whole model.
+
+            Its layers are not described, so only whole steps are measured.
+            """
             return Stage(
                 framework="torch",
                 stage=0,
@@ -431,7 +443,7 @@ def begin_sums(current: Session, ranks: tuple[int, ...], network_api: str, reduc
 def on_stop(reason: str) -> None:
     """End the thread that measures steps and changes the plan, because holmes stops.
 
-    The state is set back to that of a new process, so that a later start begins from nothing.
+    The state becomes that of a new process, so that re-planning can start again later.
 
     Args:
         reason: Why holmes stops. Not used, but every on_stop hook gets it.
@@ -445,7 +457,7 @@ def on_stop(reason: str) -> None:
 
 
 def _ignore(document: dict[str, Any]) -> None:
-    """Drop a document: the job writes no telemetry file."""
+    """Ignore a document, because the job writes no telemetry file."""
 
 
 def _on_step(*step: Any) -> None:

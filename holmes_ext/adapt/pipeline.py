@@ -9,8 +9,8 @@ The step time is predicted as for the plan at the start (plan/decide.py, plan/co
 Three thresholds prevent flapping:
 
     LEAST_GAIN       2 %     a change is tried only if it is predicted to save this share of a step
-    LEAST_SAVED      0.5 %   it is taken back if its trial (some steps with it) saves less than this
-    CHANGED_SHARE    10 %    it is then not tried again until measured times have changed by this
+    LEAST_SAVED      0.5 %   it is taken back if its trial (some steps with it) saves less than this share
+    CHANGED_SHARE    10 %    it is then not tried again until measured times have changed by this share
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from holmes_ext.plan.profile import Profile
 from holmes_ext.plan.workload import StageLoad, passes_s
 
 # Shares of the step time.
-LEAST_GAIN = 0.02  # that a change must be predicted to save
-LEAST_SAVED = 0.005  # that a change must have saved to stay
-RESTART_GAIN = 0.05  # that a restart must be predicted to save
+LEAST_GAIN = 0.02  # least predicted saving for which a change is tried
+LEAST_SAVED = 0.005  # least measured saving for which a change stays
+RESTART_GAIN = 0.05  # least predicted saving for which a restart is proposed
 # Differences between two lists of measured times, as shares of the longest time in them.
-CHANGED_SHARE = 0.1  # from which on a rejected change is tried again
-EQUAL_SHARE = 0.01  # up to which times count as equal, so that nothing is decided anew
+CHANGED_SHARE = 0.1  # with a larger difference, a rejected change is tried again
+EQUAL_SHARE = 0.01  # up to this difference, times count as equal, so that nothing is decided anew
 #: `basis` of a plan with measured times.
 MEASURED = "measured"
 
 
 @dataclass(frozen=True)
 class Room:
-    """GPU memory of one rank, in bytes; all zeros if it is not measured.
+    """GPU memory of a rank, in bytes; all zeros if it is not measured.
 
     It stands for a whole pipeline stage: the rank is the stage's rank with the least free memory.
     """
@@ -55,10 +55,10 @@ class Room:
 
 @dataclass(frozen=True)
 class Change:
-    """Change of how many micro-batches each pipeline stage of a running job keeps in flight.
+    """Change of the number of micro-batches that each stage of a running pipeline keeps in flight.
 
     PipelineEvaluator proposes such a change from measured times, and all ranks adopt it at the same
-    step. Tuples have one number for each stage. An empty tuple of micro-batches stands for the
+    step. Tuples have a number for each stage. An empty tuple of micro-batches stands for the
     training engine's own schedule, 1F1B.
     """
 
@@ -72,7 +72,7 @@ class Change:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Value by which a change that was tried without success is recognized."""
+        """Value by which Trials recognizes an equal change that did not help."""
         return self.in_flight
 
     @property
@@ -90,7 +90,7 @@ class Change:
                 The plan has separate decisions (`traffic`) for NCCL and gloo. This change is made
                 in both.
         """
-        # Load: seconds and bytes of a stage. A plan that was made without them has no loads yet.
+        # Load: seconds and bytes of a stage. A plan made without times has no loads yet.
         old_loads = plan.loads or (StageLoad(0.0, 0.0),) * len(self.forward_s)
         loads = tuple(
             replace(load, forward_s=forward_s, backward_s=backward_s)
@@ -109,7 +109,7 @@ def _counts_text(counts: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Restart:
-    """Change of the numbers of layers on the pipeline stages, which needs a restart of the job."""
+    """Change of the numbers of layers on the pipeline stages; it needs a restart of the job."""
 
     layers: tuple[int, ...]  # of each stage
     now_s: float  # measured seconds of a step
@@ -117,7 +117,7 @@ class Restart:
 
     @property
     def partition(self) -> str:
-        """Layers of the stages as the option --holmes-partition expects them, such as "5,3"."""
+        """Layers of the stages, as the value of --holmes-partition, such as "5,3"."""
         return ",".join(map(str, self.layers))
 
     @property
@@ -132,7 +132,7 @@ class Restart:
 
 
 def measured(plan: Plan, profile: Profile, memory: Sequence[Room] = ()) -> Plan:
-    """Return a plan with the measured times of its pipeline stages instead of the predicted ones.
+    """Return a plan with the measured times of its pipeline stages instead of predicted times.
 
     Args:
         plan: The plan.
@@ -156,7 +156,7 @@ def measured(plan: Plan, profile: Profile, memory: Sequence[Room] = ()) -> Plan:
             stage_link_s=stage.stage_link_s,
         )
         loads.append(load)
-    # `basis` says where a plan's times come from: here from measurements.
+    # `basis` is the source of a plan's times: here measurements.
     return replace(plan, loads=tuple(loads), workload=profile.workload(), basis=MEASURED)
 
 
@@ -178,7 +178,7 @@ def pipeline_s(plan: Plan, stage_links: Sequence[float], in_flight: Sequence[int
 def quickest(
     plan: Plan, stage_links: Sequence[float], in_flight: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the numbers of micro-batches in flight, raised as long as this shortens the step.
+    """Raise the numbers of micro-batches in flight as long as this shortens the step; return them.
 
     A stage with more micro-batches in flight works ahead, so that it waits less for messages. This
     matters if a step has few micro-batches. With many, the slowest stage alone decides the time of
@@ -190,14 +190,14 @@ def quickest(
         in_flight: Micro-batches in flight, by stage; () for the engine's own schedule.
     """
     micro_batches = plan.workload.micro_batches
-    # With more than SETTLED micro-batches for each one in flight, filling and draining the pipeline
-    # hardly matter.
+    # With more than SETTLED times as many micro-batches as in flight, filling and draining the
+    # pipeline hardly matter.
     if not in_flight or micro_batches > SETTLED * in_flight[0]:
         return in_flight
     seconds = pipeline_s(plan, stage_links, in_flight)
     while True:
-        # One more on each stage but the last, as far as its memory allows. The last stage needs no
-        # more, because no stage after it sends gradients that it could wait for.
+        # Another micro-batch on each stage but the last, as far as the stage's memory allows. The last
+        # stage needs no more: there is no later stage that makes it wait for gradients.
         *counts_before_last, count_of_last = in_flight
         raised = []
         for count, load in zip(counts_before_last, plan.loads):
@@ -206,7 +206,8 @@ def quickest(
             raised.append(max(count, allowed))
         candidate = (*raised, count_of_last)
         candidate_s = pipeline_s(plan, stage_links, candidate)
-        if candidate_s >= seconds * (1 - WORTH_MORE):  # saves less than the share WORTH_MORE
+        saves_enough = candidate_s < seconds * (1 - WORTH_MORE)
+        if not saves_enough:
             return in_flight
         in_flight = candidate
         seconds = candidate_s
@@ -224,9 +225,9 @@ def better_split(costs: StageCosts, layers: Sequence[int], step_s: float) -> Res
     """
     try:
         best_layers = partition("balanced", costs)
-    except HolmesError:  # no split fits the memory, where the costs have limits
+    except HolmesError:  # no split fits the memory limits in `costs`
         return None
-    # A step also contains work outside the pipeline's passes, which does not depend on the split.
+    # A step also contains work outside the pipeline's passes; it does not depend on the split.
     passes_now_s = seconds_of_passes(costs, layers)
     passes_then_s = seconds_of_passes(costs, best_layers)
     then_s = step_s - passes_now_s + passes_then_s
@@ -259,7 +260,7 @@ class _Trial:
 
 
 class EndedTrial(NamedTuple):
-    """Result of the trial of a change."""
+    """Result of the trial of a change: some steps were trained with it, to measure its effect."""
 
     change: Any
     step_s: float  # measured seconds of a step with the change
@@ -267,12 +268,12 @@ class EndedTrial(NamedTuple):
 
 
 class Trials:
-    """Trials of changes of one kind, one at a time, and the changes that did not save time.
+    """Trials of one class of changes, one after the other, and the changes that saved no time.
 
     A trial is some steps with a change that all ranks have adopted: their time decides whether the
-    change stays. A change is a Change or a ReductionChange. These attributes are used: `key` (equal
-    for changes with the same result), `now_s` (measured seconds of a step before the change) and
-    `takes_back` (it reverts an earlier change).
+    change stays. The changes are objects of Change or of ReductionChange. These attributes are used:
+    `key` (equal for changes with the same result), `now_s` (measured seconds of a step before the
+    change) and `takes_back` (it reverts an earlier change).
     """
 
     def __init__(self) -> None:
@@ -296,10 +297,12 @@ class Trials:
     def end(self, unchanged_times: tuple[float, ...], step_s: float) -> Any:
         """End the running trial, if any; return its change if it must be taken back, else None.
 
-        A trial is some steps with an adopted change, whose step time is measured. The change stays
-        if one of these is true. The step has become shorter by the share LEAST_SAVED (0.5 %). Or
-        times that the change should not affect have changed meanwhile: they hide its effect. Or the
-        change has itself undone an earlier change (`takes_back`): that is not undone again.
+        A trial is some steps with an adopted change; their step time is measured. The change stays in
+        each of these cases:
+
+        1. The step has become shorter by the share LEAST_SAVED (0.5 %).
+        2. Times that the change should not affect have changed meanwhile: they hide its effect.
+        3. The change has itself undone an earlier change (`takes_back`): it is not undone again.
 
         Args:
             unchanged_times: Seconds that the change should not affect, as measured during the
@@ -365,8 +368,8 @@ class PipelineEvaluator:
             step_s: Measured seconds of a step.
         """
         times = _times_of(plan, [load.stage_link_s for load in plan.loads])
-        # If no change was found for times that were equal (within EQUAL_SHARE, 1 % of the longest),
-        # none will be found now.
+        # If no change was found for equal times (within EQUAL_SHARE, 1 % of the longest), no change
+        # will be found now.
         is_unchanged = bool(self._times_without_change) and not differ(
             self._times_without_change, times, EQUAL_SHARE
         )
@@ -380,7 +383,7 @@ class PipelineEvaluator:
     def _decide(self, plan: Plan, step_s: float) -> Change | None:
         """Judge the last change by the measured step time, and return the next change, or None.
 
-        If the last change has not saved time, the next one takes it back. Otherwise the numbers of
+        If the last change has not saved time, the next change takes it back. Otherwise the numbers of
         micro-batches in flight are chosen again, by the same rules as at the start of the job, but
         from measured times. They become a change if they are predicted to save LEAST_GAIN (2 %) of
         a step.
@@ -402,15 +405,15 @@ class PipelineEvaluator:
             in_flight = decided.in_flight()
             if self.options.inflight == "auto":
                 in_flight = quickest(plan, stage_links, in_flight)
-        if not in_flight and now and plan.sizes is not None:
-            # The engine's own schedule (1F1B) is best. A running job cannot return to it, but it
-            # can have as many micro-batches in flight: one on the last stage, one more on each
-            # stage before.
+        wants_own_schedule = not in_flight  # the engine's own schedule, 1F1B
+        if wants_own_schedule and now and plan.sizes is not None:
+            # A running job cannot return to 1F1B, but it can have as many micro-batches in flight: 1 on
+            # the last stage, 2 on the stage before, ...
             counts_of_1f1b = range(plan.sizes.pipeline, 0, -1)
             in_flight = tuple(min(count, plan.workload.micro_batches) for count in counts_of_1f1b)
         if in_flight == now:
             return None
-        # A step also contains work outside the pipeline's passes, which stays the same.
+        # A step also contains work outside the pipeline's passes; it stays the same.
         pipeline_now_s = pipeline_s(plan, stage_links, now)
         pipeline_then_s = pipeline_s(plan, stage_links, in_flight)
         then_s = step_s + pipeline_then_s - pipeline_now_s
@@ -440,8 +443,8 @@ class PipelineEvaluator:
             plan: Plan with the measured times from which the change was chosen.
         """
         stage_links = self._decisions(plan).stage_link_seconds().transfer_s
-        # Seconds of passes and messages of each stage. The change is chosen from them, and it does
-        # not affect them: it only affects how long stages wait. So they stand for both lists.
+        # Seconds of passes and messages of each stage. The change is chosen from these times, and does
+        # not affect them: it only affects how long stages wait. So the same times are both arguments.
         times = _times_of(plan, stage_links)
         self.trials.begin(change, deciding_times=times, unchanged_times=times)
 
@@ -457,7 +460,7 @@ class PipelineEvaluator:
 def _times_of(plan: Plan, stage_links: Sequence[float]) -> tuple[float, ...]:
     """Return the seconds of all forward passes, all backward passes and all stage links, by stage.
 
-    They stand in one tuple, because differ() compares two such tuples.
+    They are in the same tuple, because differ() compares two such tuples.
     """
     forward_s, backward_s = passes_s(plan.loads)
     return *forward_s, *backward_s, *stage_links

@@ -1,7 +1,7 @@
 """Chooses anew how each pipeline stage of a running job reduces gradients, from measured times.
 
-The choice is between one ring and a hierarchical all-reduce, with sizes of buckets or chunks and
-the algorithm between clusters.
+The choice is between one ring and a hierarchical all-reduce, with sizes of buckets or chunks
+and the algorithm between clusters.
 
     measured_networks()    corrects the plan's network rates by the measured reduction times
     ReductionEvaluator     chooses a change after every few steps, and checks its effect
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeasuredReductions:
-    """Measurements of the gradient reductions (all-reduces) of one pipeline stage in a step."""
+    """Measurements of the gradient reductions (all-reduces) of a pipeline stage in a step."""
 
     reduction: ReductionSpec  # algorithm that summed the gradients
     size: float  # bytes of gradients of a rank
-    seconds: float  # in which at least one reduction was under way
+    seconds: float  # duration of the reductions; overlaps count once
     exposed_s: float  # seconds that the program waited for reductions
-    #: Network -> seconds in which it carried at least one reduction.
+    #: Network -> duration of the reductions on it, in seconds.
     busy: Mapping[str, float] = field(default_factory=dict)
     #: End of the stage's last backward pass, in seconds after that of the stage that ends first.
     end_s: float = 0.0
@@ -67,10 +67,10 @@ class ReductionChange:
 
     @property
     def key(self) -> tuple[_ReductionKey, ...]:
-        """Value by which a change that was tried without success is recognized.
+        """Value by which Trials recognizes a similar change that did not help.
 
-        It is equal for changes with a similar result: bytes of a bucket or chunk are rounded to a
-        power of two.
+        Changes are similar if all stages get the same algorithms, with the same bytes of buckets or
+        chunks after rounding to powers of two.
         """
         return tuple(map(self._key, self.after))
 
@@ -113,7 +113,7 @@ class ReductionChange:
 
 
 class _ReductionKey(NamedTuple):
-    """Rough description of an algorithm that reduces gradients, to recognize one that did not help.
+    """Rough description of an algorithm that reduces gradients, to recognize it if it did not help.
 
     Two algorithms with the same key count as the same, because their speed is similar: the size of
     a bucket or chunk is rounded to a power of two. Keys of all stages form ReductionChange.key.
@@ -158,21 +158,21 @@ def measured_networks(
     """Return a plan with network rates that are corrected by measured times of reductions.
 
     With the corrected rates, the predicted times of the gradient all-reduces equal the measured
-    ones. If reductions on a network took twice as long as predicted, its rate is halved. Networks
+    times. If reductions on a network took twice as long as predicted, its rate is halved. Networks
     without reductions keep their rates. If a network carries the reductions of several stages, the
     largest slowdown counts. The links between clusters (WAN) are slowed down like Ethernet, because
     traffic between clusters that share no faster network is measured as Ethernet traffic.
 
     Args:
-        plan: The plan, from whose rates the times of reductions are predicted.
+        plan: The plan; its network rates give the predicted times of reductions.
         network_api: VERBS for NCCL, SOCKETS for gloo.
         options: Options of the job.
         engine: Abilities of the training framework.
         measured_stages: Measurements of the reductions of each stage.
     """
     slowdown: dict[str, float] = {}  # network -> measured time / predicted time
-    # The predicted times depend on the bytes of gradients, which differ between stages.
-    # Bytes of gradients -> Decisions, which predict the time of each algorithm for so many bytes.
+    # The predicted times depend on the bytes of gradients, and these differ between stages.
+    # Bytes of gradients -> Decisions: they predict the time of each algorithm for so many bytes.
     predicted_by_size = _decisions_by_size(plan, network_api, options, engine, measured_stages)
     for stage, measured_stage in enumerate(measured_stages):
         decided = predicted_by_size[measured_stage.size]
@@ -180,7 +180,7 @@ def measured_networks(
             # A Price is the predicted time of a reduction: a latency and seconds for each byte.
             # Only the latter depend on the network's rate, so the latency is taken off the measured
             # time.
-            # busy: network -> seconds in which it carried reductions. byte_s: seconds for a byte.
+            # busy: network -> duration of the reductions on it. byte_s: seconds for a byte.
             measured_s = measured_stage.busy.get(name, 0.0) - price.latency_s
             predicted_s = measured_stage.size * price.byte_s
             if measured_s > 0 and predicted_s > 0:
@@ -197,35 +197,37 @@ def measured_networks(
 def _networks_with_prices(
     decided: Decisions, stage: int, measured_stage: MeasuredReductions
 ) -> Iterator[tuple[str, Price]]:
-    """Yield (network, predicted time on it) for the gradient all-reduces of one pipeline stage.
+    """Yield (network, predicted time on it) for the gradient all-reduces of a pipeline stage.
 
-    A ring uses one network. A hierarchical all-reduce uses one network across clusters and others
-    inside them. Across clusters, the time is predicted for the algorithm that the plan's rules
-    choose. If the job used another one there (but direct exchanges), measured and predicted times
-    are not comparable, and nothing is yielded.
+    A ring uses one network. A hierarchical all-reduce uses a network across clusters and others
+    inside them. Across clusters, the time is predicted for the algorithm that the plan's rules choose.
+    If the job has used another algorithm across clusters, measured and predicted times are not
+    comparable, and nothing is yielded. Direct exchanges across clusters are an exception: their
+    measured times are compared with the prediction for any algorithm.
 
     Args:
         decided: Predicts the time (Price: latency, and seconds for each byte) of each algorithm.
         stage: Number of the stage.
         measured_stage: Measurements of the stage, with the algorithm that it used.
     """
-    # One entry for each family (data-parallel groups on equal networks): predicted times of one
+    # An entry for each family (data-parallel groups on equal networks): predicted times of one
     # ring (`flat`) and of a hierarchical all-reduce (`hierarchical`; None if that is not possible).
     groups = decided.prices.family_reductions(decided.placement, stage)
     for group in groups:
         if not measured_stage.hierarchical:
-            network_of_ring = group.flat.load.fabric  # None: the group is inside one node
+            network_of_ring = group.flat.load.fabric  # None: the group is inside a node
             if network_of_ring is not None:
                 yield (
                     network_of_ring.name,
                     _ring_price(group, measured_stage.reduction, measured_stage.size),
                 )
             continue
-        # Algorithm between clusters in the measured steps. None: direct exchanges. Times of these
-        # count whatever algorithm (`route`) the prediction is for.
-        used_across = measured_stage.reduction.across
         predicted = group.hierarchical
-        if predicted is None or used_across not in (None, predicted.route):
+        if predicted is None:
+            continue
+        used_across = measured_stage.reduction.across  # None: direct exchanges
+        is_comparable = used_across is None or used_across == predicted.route
+        if not is_comparable:
             continue
         # The latency depends on the number of chunks, so their real size is used.
         predicted = replace(predicted, chunk_bytes=measured_stage.reduction.chunk_bytes)
@@ -243,7 +245,7 @@ def _ring_price(group: FamilyReductions, reduction: ReductionSpec, size: float) 
 
     Args:
         group: Predicted times of the possible algorithms for a data-parallel group.
-        reduction: Algorithm, of which only the bytes of a bucket are used.
+        reduction: The algorithm; only its bytes of a bucket are used.
         size: Bytes of all gradients of a rank.
 
     Returns:
@@ -263,15 +265,15 @@ def _decisions_by_size(
 ) -> dict[float, Decisions]:
     """Return how gradients would be reduced best, for each size of gradients that a stage has.
 
-    Stages hold different layers, so their gradients differ in size, but a plan has one size for all
-    stages. So the rules by which the plan was made (decisions()) are applied once for each size.
+    Stages hold different layers, so their gradients differ in size. But a plan has one size for
+    all stages. So the rules by which the plan was made (decisions()) are applied once for each size.
 
     Args:
-        plan: The plan, with the rates of networks from which reduction times are predicted.
+        plan: The plan; its network rates give the predicted times of reductions.
         network_api: VERBS for NCCL, SOCKETS for gloo.
         options: Options of the job.
         engine: Abilities of the training framework.
-        measured_stages: Measurements of each stage, of which only the bytes of gradients are used.
+        measured_stages: Measurements of each stage; only the bytes of gradients are used.
 
     Returns:
         Bytes of gradients of a stage -> Decisions: the best algorithm, and the predicted times of
@@ -280,15 +282,15 @@ def _decisions_by_size(
     decided = {}
     for size in {measured_stage.size for measured_stage in measured_stages}:
         workload = replace(plan.workload, gradient_bytes=size)
-        # `basis` says where a workload comes from: here from measurements. The rules decide
-        # otherwise for an assumed model, which a plan has if the user has given no model.
+        # `basis` is the source of a workload: here measurements. The rules decide otherwise for an
+        # assumed model: a plan has such a model if the user has given no model.
         plan_for_size = replace(plan, workload=workload, basis=MEASURED)
         decided[size] = decisions(plan_for_size, network_api, options, engine)
     return decided
 
 
 class _Choice(NamedTuple):
-    """Algorithm that reduces the gradients of one pipeline stage."""
+    """Algorithm that reduces the gradients of a pipeline stage, and its time."""
 
     reduction: ReductionSpec
     seconds: float  # of the reductions in a step: measured for the algorithm in use, else predicted
@@ -315,9 +317,9 @@ class ReductionEvaluator:
     ) -> ReductionChange | None:
         """Judge the last change by the measured step time, and return the next change, or None.
 
-        If the last change has not saved time, the next one takes it back. Otherwise each stage gets
-        the algorithm that is fastest at the measured rates of the networks, if this is predicted to
-        save at least LEAST_GAIN (2 %) of a step.
+        If the last change has not saved time, the next change takes it back. Otherwise each stage
+        gets the algorithm that is fastest at the measured rates of the networks, if this is predicted
+        to save at least LEAST_GAIN (2 %) of a step.
 
         Args:
             plan: Current plan of the job.
@@ -359,16 +361,7 @@ class ReductionEvaluator:
         after = tuple(choice.reduction for choice in choices)
         if after == current:
             return None
-        # The step ends when the last stage has its gradients. The seconds that reductions save come
-        # off the program's wait for them (exposed_s), because the part of a reduction that overlaps
-        # the backward pass stays the same.
-        ends_now_s = []  # ends of the waits for reductions, by stage
-        ends_then_s = []
-        for measured_stage, choice in zip(measured_stages, choices):
-            exposed_then_s = measured_stage.exposed_s - measured_stage.seconds + choice.seconds
-            ends_now_s.append(measured_stage.end_s + measured_stage.exposed_s)
-            ends_then_s.append(measured_stage.end_s + max(0.0, exposed_then_s))
-        then_s = step_s + max(ends_then_s) - max(ends_now_s)
+        then_s = step_s - _saved_s(measured_stages, choices)
         change = ReductionChange(
             before=current, after=after, size=size, now_s=step_s, then_s=then_s
         )
@@ -381,18 +374,20 @@ class ReductionEvaluator:
     def _fastest(
         self, decided: Decisions, planned: Decisions, stage: int, measured_stage: MeasuredReductions
     ) -> _Choice:
-        """Return the algorithm for a stage's gradients: a new one if it is predicted to be faster.
+        """Return the algorithm for a stage's gradients: another algorithm if that should be faster.
 
-        The candidate is the algorithm that the plan's rules choose at the measured network rates.
-        Its time, predicted from these rates, is compared with the measured time of the algorithm in
-        use. A running job cannot make process groups. So a hierarchical candidate is rejected if it
-        would need groups inside the clusters that do not exist yet.
+        1. The candidate is the algorithm that the plan's rules choose at the measured network rates.
+        2. A hierarchical candidate needs process groups inside the clusters. A running job cannot make
+           new groups, so the candidate is rejected if it would use other networks inside the clusters
+           than the existing groups.
+        3. The candidate's predicted time must be shorter than the measured time of the algorithm in
+           use.
 
         Args:
             decided: The rules applied at the measured rates of the networks: the candidate, and the
                 predicted times (prices) of all algorithms.
-            planned: The rules applied at the rates in the current plan, to know the existing
-                groups.
+            planned: The rules applied at the rates in the current plan. They have chosen the networks of
+                the existing groups.
             stage: Number of the stage.
             measured_stage: Measurements of the algorithm in use.
         """
@@ -401,15 +396,14 @@ class ReductionEvaluator:
         # Overlap with the backward pass and compression stay as they are in the running job.
         reduction = decided.reduction(stage, overlap=current.reduction.overlap)
         reduction = replace(reduction, compress=current.reduction.compress)
-        # One entry for each family (data-parallel groups on equal networks), with the predicted
-        # times of the algorithms. All groups reduce at the same time, so the slowest one counts.
+        # An entry for each family (data-parallel groups on equal networks), with the predicted times
+        # of the algorithms. All groups reduce at the same time, so the slowest group counts.
         groups = decided.prices.family_reductions(decided.placement, stage)
         if is_hierarchical(reduction, size):
-            # The groups inside clusters exist only for the networks that the current plan has
-            # chosen for them.
             planned_groups = planned.prices.family_reductions(planned.placement, stage)
-            networks = [_networks_inside(group) for group in groups]
-            if networks != [_networks_inside(group) for group in planned_groups]:
+            needed_networks = [_networks_inside(group) for group in groups]
+            existing_networks = [_networks_inside(group) for group in planned_groups]
+            if needed_networks != existing_networks:
                 return current
             # hierarchical.seconds(): predicted seconds of the whole hierarchical all-reduce.
             seconds = max(
@@ -437,7 +431,7 @@ class ReductionEvaluator:
             measured_stages: Measurements of each stage from which the change was chosen.
         """
         # deciding_times: while they stay similar, a change that was taken back is not tried again.
-        # unchanged_times: should not be affected by the change; if they change, they hide its
+        # unchanged_times: should not be affected by the change; if they differ later, they hide its
         # effect. self.trials keeps both until the trial ends.
         times = _transfer_times(
             self._with_measured_networks(plan, measured_stages), measured_stages
@@ -451,6 +445,26 @@ class ReductionEvaluator:
         return measured_networks(plan, self.network_api, self.options, self.engine, measured_stages)
 
 
+def _saved_s(measured_stages: Sequence[MeasuredReductions], choices: Sequence[_Choice]) -> float:
+    """Return the seconds by which other algorithms for the reductions would shorten a step.
+
+    The step ends when the last stage has its gradients. A shorter reduction shortens the program's wait
+    for it (exposed_s). The part of a reduction that overlaps the backward pass stays the same.
+
+    Args:
+        measured_stages: Measurements of the reductions of each stage.
+        choices: The other algorithm of each stage, with its predicted time.
+    """
+    ends_now_s = []  # ends of the waits for reductions, by stage
+    ends_then_s = []
+    for measured_stage, choice in zip(measured_stages, choices):
+        shorter_s = measured_stage.seconds - choice.seconds
+        exposed_then_s = max(0.0, measured_stage.exposed_s - shorter_s)
+        ends_now_s.append(measured_stage.end_s + measured_stage.exposed_s)
+        ends_then_s.append(measured_stage.end_s + exposed_then_s)
+    return max(ends_now_s) - max(ends_then_s)
+
+
 def _networks_inside(group: FamilyReductions) -> list[str]:
     """Return the networks that a hierarchical all-reduce of a group uses inside the clusters.
 
@@ -458,7 +472,7 @@ def _networks_inside(group: FamilyReductions) -> list[str]:
         group: Predicted times of the algorithms of a data-parallel group.
 
     Returns:
-        Names of networks; [] if the group is inside one cluster and cannot reduce hierarchically.
+        Names of networks; [] if the group is inside a cluster and cannot reduce hierarchically.
     """
     if group.hierarchical is None:
         return []
@@ -469,9 +483,10 @@ def _networks_inside(group: FamilyReductions) -> list[str]:
 def _times_without_reductions(
     measured_stages: Sequence[MeasuredReductions], step_s: float
 ) -> tuple[float]:
-    """Return the seconds of a step without the longest wait for reductions, as a tuple of one time.
+    """Return the seconds of a step without the longest wait for reductions, as a tuple.
 
-    Another algorithm for the reductions should not change this time. differ() compares such tuples.
+    Another algorithm for the reductions should not change this time. It is a tuple of length 1 because
+    differ() compares tuples of times.
     """
     return (step_s - max(measured_stage.exposed_s for measured_stage in measured_stages),)
 

@@ -1,12 +1,12 @@
 """Restarts a job with other layers on its pipeline stages (--holmes-restart auto).
 
-Layers can change only by a restart, which the launcher does:
+Layers can change only by a restart. The launcher restarts the job:
 
     1  training    all ranks vote for the restart (vote.py), rank 0 puts the layers into the store
     2  saved()     a checkpoint is complete on this rank
     3  leave()     at the beginning of the next step, each rank waits until all have called leave(),
-                   and ends with STATUS. If a rank ended earlier, torchrun would stop all others,
-                   also one that is still writing the file that names the newest checkpoint
+                   and ends with STATUS. If a rank ended earlier, torchrun would stop all others, even
+                   a rank that is still writing the file with the name of the newest checkpoint
     4  torchrun    its agents keep the store over restarts, and the job starts with the new layers
 
 No rank waits for ever: leave() waits for at most ALL_S.
@@ -36,7 +36,7 @@ class _Saved:
 
 
 def saved(*_: Any) -> None:
-    """Count a checkpoint. The framework's hook calls this when it is complete on this rank.
+    """Count a checkpoint that is complete on this rank; called by a hook of the framework.
 
     The hook's arguments are not used.
     """
@@ -44,7 +44,7 @@ def saved(*_: Any) -> None:
 
 
 def checkpoints() -> int:
-    """Return the number of complete checkpoints, which is equal on all ranks between two steps."""
+    """Return the number of complete checkpoints; between two steps it is equal on all ranks."""
     return _Saved.checkpoints
 
 
@@ -76,18 +76,18 @@ def why_not(
 
 
 def leave(store: Any, prefix: str, world: int) -> NoReturn:
-    """End this process, when all ranks are ready, with a status on which torchrun restarts the job.
+    """End this process with status STATUS when all ranks are ready; torchrun then restarts the job.
 
     A rank is ready when it has called this function. This rank waits for at most ALL_S seconds, and
     then ends even if other ranks are not ready.
 
     Args:
         store: The job's store.
-        prefix: Prefix of the store's keys, another one at each start of the job.
+        prefix: Prefix of the store's keys; it differs for each start of the job.
         world: Number of ranks.
     """
     # Add an empty entry for this rank to the list "leaves" (the ranks that leave). The store counts
-    # the entries; the one that makes `total` sets the key ".../all".
+    # the entries; the last of `total` entries sets the key ".../all".
     append_entry(store, f"{prefix}/leaves", b"", count=1, total=world)
     wait_for_value(store, f"{prefix}/leaves/all", ALL_S)
     raise SystemExit(STATUS)

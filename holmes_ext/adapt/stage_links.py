@@ -3,10 +3,10 @@
     rank a   sent ----------------.                 received <-- gradient -.
                                    `-- activation --> received              `-- sent     rank b
 
-The clocks of the two nodes differ. The clock difference follows from the quickest message of each
-direction, which are assumed to take equally long. A message then takes from the moment when it was
-sent and its receive was posted until it arrived. Only receives for which the program waited have a
-known time of arrival (window.py).
+The clocks of the two nodes differ. The difference is computed from the quickest message of each
+direction, assuming that these two take equally long. The transfer time of a message is then the time
+from its start, when it was sent and its receive was posted, until it arrived. Only receives for which
+the program waited have a known time of arrival (window.py).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 
 
 class Receive(NamedTuple):
-    """Times of one receive from a neighbouring pipeline stage, in seconds on this rank's clock."""
+    """Times of a receive from a neighbouring pipeline stage, in seconds on this rank's clock."""
 
-    posted: float  # when the receive was started
-    received: float  # when the receive was complete
+    posted: float  # start of the receive
+    received: float  # end of the receive
     #: True: the program waited for the message, so it arrived at `received`. False: it had arrived
     #: before, at an unknown time.
     was_waited_for: bool
 
 
-#: Micro-batch -> time at which its message was sent, in seconds of the sender's clock.
+#: Micro-batch -> time of sending its message, in seconds of the sender's clock.
 SendTimes = Mapping[int, float]
 #: Micro-batch -> times of its receive.
 Receives = Mapping[int, Receive]
@@ -37,13 +37,16 @@ _MessagesByRanks = dict[tuple[int, int], list[_Messages]]
 
 
 class Direction(NamedTuple):
-    """Messages of one direction of a stage link, in one training step."""
+    """Messages of a direction of a stage link (activations, or gradients), in a training step."""
 
-    sent: SendTimes
-    received: Receives
+    sent: SendTimes  # on the sender's clock
+    received: Receives  # on the receiver's clock
 
     def raw_seconds(self) -> list[float]:
-        """Return the time of each message that was waited for, with the clock difference in it."""
+        """Return the seconds from sending to arrival of each message that the program waited for.
+
+        The two times are those of different clocks, so the clock difference is part of the result.
+        """
         return [
             receive.received - self.sent[micro_batch]
             for micro_batch, receive in self.received.items()
@@ -52,10 +55,10 @@ class Direction(NamedTuple):
 
 
 def stage_link_of(forward: Direction, backward: Direction) -> float | None:
-    """Return the time of a message in seconds, as the mean of both directions.
+    """Return the transfer time of a message in seconds, as the mean of both directions.
 
-    The clocks of the two stages differ. The difference follows from the quickest message of each
-    direction, which are assumed to take equally long.
+    The clocks of the two stages differ. The difference is computed from the quickest message of each
+    direction, assuming that these two take equally long.
 
     Args:
         forward: Activations.
@@ -68,7 +71,7 @@ def stage_link_of(forward: Direction, backward: Direction) -> float | None:
     raw_backward = backward.raw_seconds()
     if not raw_forward or not raw_backward:
         return None
-    # How far the clock of the later stage (which receives activations) is ahead of the other.
+    # How far the clock of the later stage (it receives activations) is ahead of the other.
     ahead_s = (min(raw_forward) - min(raw_backward)) / 2
     forward_s = _median_seconds(forward, ahead_s)
     backward_s = _median_seconds(backward, -ahead_s)
@@ -76,28 +79,26 @@ def stage_link_of(forward: Direction, backward: Direction) -> float | None:
 
 
 def _median_seconds(direction: Direction, ahead_s: float) -> float:
-    """Return the median seconds of the messages that did not queue behind an earlier message.
+    """Return the median transfer time, in seconds, of messages that did not queue behind another.
 
-    If all of them did, the shortest time of all messages is returned.
+    If all messages had to queue, the shortest time of all messages is returned.
 
     Args:
-        direction: Messages, of which the receiving program has waited for at least one. Only for
-            such a message is the time of arrival known.
+        direction: The messages. The receiving program must have waited for at least one of them: only
+            for such a message is the time of arrival known.
         ahead_s: How far the receiver's clock is ahead of the sender's, in seconds.
     """
     all_times = []
     times_without_queue = []
-    # When the receive of the previous message was complete: until then, the link may be busy. If
-    # the program did not wait for that message, it arrived earlier, so this is a late estimate.
+    # End of the receive of the previous message: until then, the link may be
+    # busy. If the program did not wait for that message, it arrived earlier: this is an upper bound.
     previous_received = float("-inf")
     for micro_batch, receive in sorted(direction.received.items()):
-        # A message begins to move when it was sent and its receive was posted: by the receiver's
-        # clock, the later of both times. The time of sending may be unknown.
-        start = receive.posted
-        if micro_batch in direction.sent:
+        if receive.was_waited_for and micro_batch in direction.sent:
+            # A message begins to move when it was sent and its receive was posted: by the receiver's
+            # clock, the later of both times.
             sent_at = direction.sent[micro_batch] + ahead_s
             start = max(sent_at, receive.posted)
-        if receive.was_waited_for and micro_batch in direction.sent:
             seconds = max(receive.received - start, 0.0)
             all_times.append(seconds)
             if start >= previous_received:  # not behind the previous message
@@ -116,8 +117,7 @@ def stage_links_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
         reports: Reports of all ranks (StepWindow.report).
     """
     stage_of_rank = {report["rank"]: report["stage"] for report in reports}
-    # (sending rank, receiving rank) -> messages of each step. `sent` has the times that the sender
-    # reports, `received` those that the receiver reports about the same messages.
+    # The times in the sender's report, and those in the receiver's report about the same messages.
     sent: _MessagesByRanks = {}
     received: _MessagesByRanks = {}
     for report in reports:
@@ -130,36 +130,55 @@ def stage_links_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     stage_link_s: dict[int, float] = {}
     for sender, receiver in sent:
         stage = stage_of_rank[sender]
-        # Each pair of ranks is handled once, when its activations come up (to the next stage). Its
-        # gradients, in the opposite direction, are `backward` below.
+        # Each pair of ranks is handled once: as (rank of a stage, rank of the next stage).
         if stage_of_rank.get(receiver) != stage + 1:
             continue
-        forward = sender, receiver
-        backward = receiver, sender
-        seconds_of_steps = []
-        for step in zip(
-            sent.get(forward, []),
-            received.get(forward, []),
-            sent.get(backward, []),
-            received.get(backward, []),
-        ):
-            sent_forward, received_forward, sent_backward, received_backward = step
-            # _direction() joins the times of both ranks for one direction. None: no program waited
-            # for a message, so its time of arrival is unknown.
-            seconds = stage_link_of(
-                _direction(sent_forward, received_forward),
-                _direction(sent_backward, received_backward),
-            )
-            if seconds is not None:
-                seconds_of_steps.append(seconds)
-        if seconds_of_steps:
-            pair_s = statistics.median(seconds_of_steps)
+        pair_s = _seconds_of_pair(sender, receiver, sent, received)
+        if pair_s is not None:
             stage_link_s[stage] = max(stage_link_s.get(stage, 0.0), pair_s)
     return stage_link_s
 
 
+def _seconds_of_pair(
+    rank: int, next_rank: int, sent: _MessagesByRanks, received: _MessagesByRanks
+) -> float | None:
+    """Return the median transfer time of a message between two ranks, over the reported steps.
+
+    Args:
+        rank: Rank of a stage.
+        next_rank: Rank of the next stage, to which `rank` sends activations.
+        sent: Messages with the times in the sender's report.
+        received: The same messages with the times in the receiver's report.
+
+    Returns:
+        The time in seconds; None if in no step both programs waited for a message.
+    """
+    forward = rank, next_rank  # activations
+    backward = next_rank, rank  # gradients
+    seconds_of_steps = []
+    for sent_forward, received_forward, sent_backward, received_backward in zip(
+        sent.get(forward, []),
+        received.get(forward, []),
+        sent.get(backward, []),
+        received.get(backward, []),
+    ):
+        seconds = stage_link_of(
+            _direction(sent_forward, received_forward),
+            _direction(sent_backward, received_backward),
+        )
+        if seconds is not None:
+            seconds_of_steps.append(seconds)
+    return statistics.median(seconds_of_steps) if seconds_of_steps else None
+
+
 def _direction(sent: _Messages, received: _Messages) -> Direction:
-    """Return the messages of a direction from the lists in two ranks' reports."""
+    """Join the sender's and the receiver's times of the same messages, in a step.
+
+    Args:
+        sent: From the sending rank's report: [micro-batch, time of sending] of each message.
+        received: From the receiving rank's report: [micro-batch, posted, received, was_waited_for] of
+            each message.
+    """
     send_times = {micro_batch: float(sent_at) for micro_batch, sent_at in sent}
     receives = {micro_batch: Receive(*times) for micro_batch, *times in received}
     return Direction(send_times, receives)

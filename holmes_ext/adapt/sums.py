@@ -1,8 +1,8 @@
-"""Measures the gradient reductions on one rank in some steps, and checks memory before a change.
+"""Measures the gradient reductions on a rank in some steps, and checks memory before a change.
 
-A gradient reduction is an all-reduce of the data-parallel group, or the steps of a hierarchical
-all-reduce, which run in smaller groups. Their time is measured for each network. Small all-reduces
-of the same group (a loss, a norm) are left out.
+A gradient reduction is an all-reduce of the data-parallel group, or the operations of a hierarchical
+all-reduce in smaller groups. Their time is measured for each network. Small all-reduces of the same
+group (a loss, a norm) are left out.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from holmes_ext.runtime.measure.telemetry import LAST_BUCKET, Recorder
 from holmes_ext.runtime.session import DoneReduction, Session
 from holmes_ext.units import union_s
 
-#: All-reduces with less than this share of the largest one's bytes do not reduce gradients, but a
-#: loss or a norm.
+#: All-reduces with less than this share of the bytes of the largest all-reduce do not reduce
+#: gradients, but a loss or a norm.
 LEAST_GRADIENT_SHARE = 1 / 64
 
 
 class _StepTimes(NamedTuple):
-    """Times of the gradient reductions in one step, in seconds."""
+    """Times of the gradient reductions in a step, in seconds."""
 
-    seconds: float  # in which at least one reduction was under way
-    exposed_s: float  # in which the program waited for reductions
-    busy_s: dict[str, float]  # network -> seconds in which it carried at least one reduction
+    seconds: float  # duration of the reductions; overlaps count once
+    exposed_s: float  # wait of the program for reductions
+    busy_s: dict[str, float]  # network -> duration of the reductions on it
 
 
 class ReductionWindow:
-    """Times of the gradient reductions (all-reduces) on one rank, in a window of training steps."""
+    """Times of the gradient reductions (all-reduces) on this rank, in a window of training steps."""
 
     def __init__(self, current: Session, recorder: Recorder):
         self.current = current
@@ -52,9 +52,9 @@ class ReductionWindow:
     ) -> None:
         """Add the gradient reductions of a training step.
 
-        Nothing is added if the reductions do not follow the plan, because then no change of the
-        plan could make them faster. Nothing is added either if neither a gradient reducer nor
-        DistributedDataParallel reduces: then it is unknown how long the program waited.
+        The step is ignored in two cases. If the reductions do not follow the plan, no change of the
+        plan could make them faster. If the gradients are reduced by other code than a gradient reducer
+        or DistributedDataParallel, it is unknown how long the program waited for them.
 
         Args:
             done: Operations of the step: messages and collectives.
@@ -67,11 +67,11 @@ class ReductionWindow:
             for ranks, record in self.current.reductions.items()
             if record.follows_plan
         }
-        # When DistributedDataParallel had launched the all-reduce of its last bucket.
+        # Times at which DistributedDataParallel had launched the all-reduce of its last bucket.
         launch_ends = [end for kind, _, end in spans if kind == LAST_BUCKET]
         if not changeable or (reduction is None and not launch_ends):
             return
-        # If this rank is in several groups that reduce, the one with the most bytes counts.
+        # If this rank is in several groups that reduce, the group with the most bytes counts.
         ranks = max(changeable, key=lambda group: changeable[group].bytes)
         self._reduction = changeable[ranks]
         ops = _gradient_sums(done, ranks)
@@ -79,8 +79,8 @@ class ReductionWindow:
         for op in ops:
             intervals_on.setdefault(op.group.transport.fabric, []).append((op.start, op.end))
         if reduction is None:
-            # DistributedDataParallel waits inside of torch, where no wait is measured. It begins
-            # when the last bucket has been launched, and ends with the last all-reduce.
+            # DistributedDataParallel waits inside of torch, and no wait is measured there. The wait
+            # begins when the last bucket has been launched, and ends with the last all-reduce.
             wait_begin = launch_ends[-1]
             wait_end = max((op.end for op in ops), default=0.0)
             exposed_s = max(0.0, wait_end - wait_begin)
@@ -100,10 +100,12 @@ class ReductionWindow:
 
         Returns:
             None if step() found no reduction of this rank that follows the plan. Otherwise a dict:
-            "way": algorithm of the reductions (fields of ReductionSpec); "bytes": bytes of
-            gradients; "seconds": in which a reduction was under way; "exposed": seconds that the
-            program waited for reductions; "busy": network -> seconds in which it carried
-            reductions.
+
+                "way"       algorithm of the reductions (fields of ReductionSpec)
+                "bytes"     bytes of gradients
+                "seconds"   duration of the reductions; overlaps count once
+                "exposed"   wait of the program for reductions
+                "busy"      network -> duration of the reductions on it
         """
         if self._reduction is None:  # all calls of step() have added nothing
             return None
@@ -116,7 +118,7 @@ class ReductionWindow:
                 step.busy_s.get(network, 0.0) for step in self._steps
             )
         return {
-            "way": asdict(self._reduction.planned),  # what the plan says, and the job did
+            "way": asdict(self._reduction.planned),  # as planned; the job has followed the plan
             "bytes": self._reduction.bytes,
             "seconds": statistics.median(step.seconds for step in self._steps),
             "exposed": statistics.median(step.exposed_s for step in self._steps),
@@ -127,8 +129,8 @@ class ReductionWindow:
 def _gradient_sums(done: Sequence[Op], ranks: tuple[int, ...]) -> list[Op]:
     """Return the operations that sum gradients over a group of ranks.
 
-    They are all-reduces of the group itself, or the steps of a hierarchical all-reduce, which run
-    in smaller groups inside and across clusters.
+    They are all-reduces of the group itself, or the operations of a hierarchical all-reduce in smaller
+    groups inside and across clusters.
 
     Args:
         done: Operations of a step.
@@ -137,7 +139,7 @@ def _gradient_sums(done: Sequence[Op], ranks: tuple[int, ...]) -> list[Op]:
     all_reduces = [
         op for op in done if op.peer is None and op.group.ranks == ranks and op.name == "all_reduce"
     ]
-    # Much smaller ones sum something else, such as a loss or a norm.
+    # Much smaller all-reduces sum something else, such as a loss or a norm.
     least_bytes = LEAST_GRADIENT_SHARE * max((op.payload for op in all_reduces), default=0)
     sums = [op for op in all_reduces if op.payload >= least_bytes]
     for op in done:
@@ -154,24 +156,24 @@ def fits(change: ReductionChange, recorder: Recorder) -> bool:
     same GPU. So the memory that the change needs is allocated once as a test, and freed.
 
     Args:
-        change: Change of the algorithms that sum gradients, with one algorithm for each pipeline
+        change: Change of the algorithms that sum gradients; it has an algorithm for each pipeline
             stage.
-        recorder: Telemetry of this rank, which has the GPU's index.
+        recorder: Telemetry of this rank; it has the GPU's index.
     """
     if not recorder.spans_on_device:  # the job runs on CPUs
         return True
     import torch
 
-    # A stage uses buckets (one ring) or chunks (hierarchical). Both sizes are added, because it may
-    # use either, depending on the bytes of its gradients: the sum is large enough for both.
+    # A stage uses buckets (one ring) or chunks (hierarchical). Both sizes are added, because it
+    # may use either, depending on the bytes of its gradients: the sum is large enough for both.
     increases = []  # in bytes, by stage
     for before, after in zip(change.before, change.after):
         bucket_increase = after.bucket_bytes - before.bucket_bytes
         chunk_increase = after.chunk_bytes - before.chunk_bytes
         increases.append(bucket_increase + chunk_increase)
     # BUCKETS_IN_FLIGHT buckets (or chunks) exist at the same time. The largest increase of all
-    # stages counts on every rank. If this rank's stage needs less, the rank may refuse a change
-    # that it has memory for, which does no harm.
+    # stages counts on every rank. If this rank's stage needs less, the rank may refuse a change for
+    # which it has the memory; this does no harm.
     extra_bytes: float = BUCKETS_IN_FLIGHT * max(increases)
     if extra_bytes <= 0:
         return True

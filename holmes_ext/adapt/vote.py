@@ -1,6 +1,6 @@
 """Lets all ranks of a running job agree on a change of its plan, through the job's store.
 
-The vote on one change is a ballot. On each rank, the re-planning thread takes part in it beside the
+The vote on a change is a ballot. On each rank, the re-planning thread takes part in it beside the
 training thread (Vote.run_ballot):
 
     1  every rank   stores its measurements of some steps                               key figures
@@ -15,7 +15,7 @@ Each rank sends seven messages in a ballot. The store answers as soon as a key e
 polls.
 
 Invariant: no two ranks train a step with different plans. A rank that voted yes reads the verdict
-when it reaches the step; if there is none yet, it sets "keep" itself, and the store lets the first
+when it reaches the step. If there is no verdict yet, it sets "keep" itself; the store lets the first
 verdict stand for all ranks. A rank that did not vote yes keeps the old plan, and then "take" is
 never set.
 
@@ -37,7 +37,7 @@ from holmes_ext.runtime.start.store import append_entry, collect_entries, wait_f
 
 # Verdicts, equal on all ranks.
 ADOPT_CHANGE = "take"  # all ranks begin the step with the changed plan
-KEEP_PLAN = "keep"  # no rank does
+KEEP_PLAN = "keep"  # no rank changes its plan
 #: Longest wait of rank 0 for the figures and votes of the other ranks, in seconds.
 PATIENCE_S = 10.0
 #: Longest single wait in the store, in seconds. A thread that waits there cannot be ended.
@@ -52,7 +52,7 @@ class Stopped(Exception):
 
 
 class VoteResult(NamedTuple):
-    """Result of a ballot."""
+    """Result of a ballot: the proposed change, and the verdict of all ranks."""
 
     proposal: dict[str, Any]
     verdict: str  # ADOPT_CHANGE or KEEP_PLAN; "" if no change was proposed
@@ -71,20 +71,25 @@ class _Pending:
 class StepBoundary:
     """Counter of training steps, and the change that this rank has promised to adopt later.
 
-    The training thread of a rank counts the steps and adopts the change at the boundary between two
-    steps. The re-planning thread stores the change, and whether all ranks adopt it.
+    Two threads of a rank use it:
+
+        re-planning thread    agree(): stores a change, and its first step
+                              settle(): stores the verdict: whether all ranks adopt the change
+        training thread       begin(): counts a step. At the first step of the change, it returns the
+                              change if the verdict is to adopt it
+
+    The training thread may reach that step before settle() was called. Then it asks for the verdict
+    itself (`verdict_of`).
     """
 
     def __init__(self, verdict_of: Callable[[int], str]):
         """Start a counter of steps at 0, with no change to adopt.
 
         Args:
-            verdict_of: Returns the verdict of a vote, given its number: ADOPT_CHANGE or KEEP_PLAN.
-                It sets the verdict first if there is none. The training thread calls it if it
-                reaches the step of a change before the other thread has stored the verdict here
-                (settle()).
+            verdict_of: Called with the number of a ballot; returns its verdict at once, ADOPT_CHANGE
+                or KEEP_PLAN. If no rank has set a verdict yet, it sets KEEP_PLAN for all ranks.
         """
-        self.step = 0  # the step that runs; the first one is 1
+        self.step = 0  # the step that runs; the first step is 1
         self._pending: _Pending | None = None  # change for which this rank has voted yes
         self._verdict_of = verdict_of
         self._lock = threading.Lock()
@@ -97,16 +102,16 @@ class StepBoundary:
             if pending is None or self.step < pending.at:
                 return None
             self._pending = None
-        # Without the lock: if the verdict is not known yet, the store is asked for it.
+        # Without the lock: if settle() has not stored the verdict, verdict_of() reads it in the store.
         verdict = pending.verdict or self._verdict_of(pending.number)
         return pending.change if verdict == ADOPT_CHANGE else None
 
     def agree(self, number: int, at: int, change: Any) -> bool:
-        """Promise to adopt a change if all ranks vote for it; return False if it is too late.
+        """Promise to adopt a change at step `at` if all ranks vote for it; return False if too late.
 
-        It is too late if this rank has begun the first step with the change, or a later step, with
-        the old plan. After True, the change is kept here. When the training thread calls begin()
-        for that step, it gets the change, if the vote has succeeded.
+        It is too late if the training thread has already begun step `at` or a later step, because it
+        trains that step with the old plan. Otherwise the change is kept here, and begin() returns it at
+        step `at` if the vote has succeeded.
 
         Args:
             number: Number of the vote ("ballot") on this change.
@@ -127,7 +132,7 @@ class StepBoundary:
 
 
 class Vote:
-    """One rank's part in the votes on changes of the plan, called ballots."""
+    """Part of this rank in the votes on changes of the plan (ballots)."""
 
     def __init__(
         self,
@@ -166,20 +171,23 @@ class Vote:
 
         Args:
             number: Number of the ballot.
-            figures: Measurements of this rank, as JSON can hold them.
+            figures: Measurements of this rank, a value that JSON can represent.
             propose: Returns the proposal, given the measurements of the ranks that answered. Its
                 key "at" is the step of the change, or 0 for no change. Only rank 0 calls it.
             agree: Returns whether this rank can adopt the proposal of a ballot.
 
+        Returns:
+            The proposal, and the verdict; both are equal on all ranks.
+
         Raises:
-            Stopped: the job ends.
+            Stopped: The job ends.
         """
         figures_key = self._key(number, "figures")
         append_entry(
             self.store, figures_key, json.dumps(figures).encode(), count=1, total=self.world
         )
         if self.rank == 0:
-            # Wait for the others' figures, but not for ever: then some are missing.
+            # Wait for the others' figures, but not for ever: after the wait, some may be missing.
             self._await(f"{figures_key}/all", until=time.monotonic() + self.patience_s)
             answers = collect_entries(self.store, figures_key, seconds=0.1)
             proposal = propose([json.loads(answer) for answer in answers])
@@ -196,8 +204,8 @@ class Vote:
         """Vote in a ballot, and return its verdict for all ranks, ADOPT_CHANGE or KEEP_PLAN.
 
         If all ranks vote yes, the rank that votes last sets ADOPT_CHANGE. A rank that votes no sets
-        KEEP_PLAN, and so does rank 0 if votes are missing after `patience_s` seconds. If the
-        verdict is set already, set_verdict() returns that one: the first verdict stands.
+        KEEP_PLAN, and so does rank 0 if votes are missing after `patience_s` seconds. If the verdict
+        is set already, set_verdict() returns it unchanged: the first verdict stands.
 
         Args:
             number: Number of the ballot.
@@ -238,7 +246,7 @@ class Vote:
             until: End of the wait, by time.monotonic().
 
         Raises:
-            Stopped: the job ends.
+            Stopped: The job ends.
         """
         while not self.stopped.is_set():
             seconds_left = until - time.monotonic()
@@ -252,7 +260,7 @@ class Vote:
         """Delete keys of earlier ballots that no rank reads again; rank 0 calls this method.
 
         Args:
-            number: Number of the present ballot (vote on one change).
+            number: Number of the present ballot.
         """
         if number == 0:
             return

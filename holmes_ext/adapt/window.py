@@ -1,4 +1,4 @@
-"""Measures a window of training steps on one rank: its passes, messages, reductions and memory.
+"""Measures a window of training steps on a rank: its passes, messages, reductions and memory.
 
     1  telemetry.Recorder.on_step   reports the operations (sends, receives, collectives) of a step
     2  StepWindow.step()            adds the step to the window
@@ -24,10 +24,10 @@ from holmes_ext.units import union_s
 WAITED_S = 2e-4
 #: Share of a device's memory that can be used; the rest is lost in pieces that are too small.
 USABLE_MEMORY_SHARE = 0.95
-#: Spans (parts of a step with begin and end) in which the program computes. The recorder reports
+#: Spans (parts of a step with begin and end) of computing. The recorder reports
 #: others, too.
 _COMPUTING_SPANS = "forward", "backward", "optimizer"
-#: Kinds of operations for which the program may wait.
+#: Kinds of operations that the program may wait for.
 _WAITS = "send", "receive", "reduce"
 #: [micro-batch, posted, received, was waited for] of a receive, or [micro-batch, sent] of a send.
 #: Times are seconds of this node's clock.
@@ -47,23 +47,39 @@ def waited_s(sums: Sequence[Op], spans: Sequence[tuple[str, float, float]]) -> f
     return host_s + device_s
 
 
+def _message_of(micro_batch: int, parts: Sequence[Op]) -> Message:
+    """Return the times of a message, from its sends or its receives: see Message.
+
+    Args:
+        micro_batch: Number of the micro-batch.
+        parts: Operations of the message, all sends or all receives, in order.
+    """
+    start_s = parts[0].start
+    if parts[0].name == "send":
+        return [micro_batch, start_s]
+    end_s = parts[-1].end
+    # Shorter waits than WAITED_S come from the call itself, not from the network.
+    was_waited_for = sum(op.waited for op in parts) > WAITED_S
+    return [micro_batch, start_s, end_s, was_waited_for]
+
+
 class _Reduced(NamedTuple):
-    """Gradient reductions of one step."""
+    """Gradient reductions of a step."""
 
     size: float  # bytes of gradients
-    seconds: float  # while any reduction was under way
+    seconds: float  # duration of the reductions; overlaps count once
 
 
 @dataclass
 class StepWindow:
-    """Times of passes, messages and reductions on one rank in some training steps."""
+    """Times of passes, messages and reductions on this rank in some training steps."""
 
     stage: Stage
     recorder: Recorder
     in_flight: int = 0  # planned micro-batches in flight; 0 for the engine's own schedule
     #: "forward" or "backward" -> seconds of each pass.
     passes: dict[str, list[float]] = field(default_factory=dict)
-    #: Kind of work or wait -> seconds in each step.
+    #: Kind of work or wait, such as "forward" or "receive" -> seconds in each step.
     totals: dict[str, list[float]] = field(default_factory=dict)
     #: "GROUP sender>receiver" (name of the process group, and ranks) -> messages of each step.
     messages: dict[str, list[list[Message]]] = field(default_factory=dict)
@@ -92,7 +108,7 @@ class StepWindow:
             reduction: Measurements of the gradient reducer in the step; None without a reducer.
         """
         # Kind of work or wait -> seconds in this step. Profiles also have the time of sums of tied
-        # weights, which is not measured here: their key "tied" stays 0.
+        # weights. That is not measured here: their key "tied" stays 0.
         seconds_of = dict.fromkeys((*_COMPUTING_SPANS, *_WAITS, "tied"), 0.0)
         for kind, start, stop in spans:
             if kind in _COMPUTING_SPANS:
@@ -120,13 +136,16 @@ class StepWindow:
         self._add_messages(done)
 
     def _add_messages(self, done: Sequence[Op]) -> None:
-        """Add the messages between neighbouring pipeline stages in one step to self.messages.
+        """Add the messages between neighbouring pipeline stages in a step to self.messages.
 
-        A micro-batch may need several sends (slices of its activations). They count as one message.
-        self.messages has a list of messages for each direction and step. A message that was sent is
-        [micro-batch, start]. One that was received is [micro-batch, start, end, waited]. `waited`:
-        whether the program waited for the receive. Only then is `end` the time at which the message
-        arrived. Otherwise the message arrived earlier, at an unknown time.
+        A micro-batch may need several sends (slices of its activations). They count as a single
+        message. self.messages has a list of messages for each direction and step:
+
+            [micro-batch, start]                 a message that was sent
+            [micro-batch, start, end, waited]    a received message. `waited`: whether the program waited
+                                                 for the receive. Only then is `end` the time at which the
+                                                 message arrived; otherwise it arrived earlier, at an
+                                                 unknown time
 
         Args:
             done: Operations of the step.
@@ -149,24 +168,18 @@ class StepWindow:
             for micro_batch in range(self.stage.micro_batches):
                 first = micro_batch * ops_per_micro_batch
                 parts = ops[first : first + ops_per_micro_batch]
-                start_s = parts[0].start
-                if parts[0].name == "send":
-                    messages.append([micro_batch, start_s])
-                else:
-                    end_s = parts[-1].end
-                    # Shorter waits than WAITED_S come from the call itself, not from the network.
-                    was_waited_for = sum(op.waited for op in parts) > WAITED_S
-                    messages.append([micro_batch, start_s, end_s, was_waited_for])
-                    if micro_batch == 0:  # all micro-batches have equally many bytes
-                        self.activation_bytes = sum(op.payload for op in parts)
+                messages.append(_message_of(micro_batch, parts))
             self.messages.setdefault(direction, []).append(messages)
+            if ops[0].name != "send":  # all micro-batches have equally many bytes
+                first_message = ops[:ops_per_micro_batch]
+                self.activation_bytes = sum(op.payload for op in first_message)
 
     def _memory(self) -> list[float]:
         """Return the use of the GPU's memory (fields of pipeline.Room); zeros if not measured.
 
         Returns:
-            Bytes used whatever the number of micro-batches in flight, bytes used by each
-            micro-batch in flight, and usable bytes of the GPU.
+            Bytes that do not depend on the number of micro-batches in flight, bytes of each micro-batch
+            in flight, and usable bytes of the GPU.
         """
         if not self.recorder.spans_on_device or not self.recorder.kept_bytes:
             return [0.0, 0.0, 0.0]
@@ -176,7 +189,7 @@ class StepWindow:
         kept_bytes = max(0, self.recorder.kept_bytes)  # by each micro-batch
         free_bytes, _ = torch.cuda.mem_get_info(device)
         peak_bytes = torch.cuda.max_memory_allocated(device)
-        # The engine's own schedule, 1F1B: one for this stage and one for each later stage.
+        # The engine's own schedule, 1F1B: a micro-batch for this stage, and for each later stage.
         in_flight_of_1f1b = len(self.stage.stages) - self.stage.stage
         in_flight = min(self.in_flight or in_flight_of_1f1b, self.stage.micro_batches)
         # At the peak, `in_flight` micro-batches are kept at the same time.
@@ -222,8 +235,8 @@ class StepWindow:
             "micro_batches": stage.micro_batches,
             "activation_bytes": self.activation_bytes,
             "steps": len(self.totals["step"]),  # number of measured steps
-            # [layer, bytes of its gradients]. A layer is the number of a transformer block, or
-            # "before" or "after" for what stands before or after the blocks (embedding, head).
+            # [layer, bytes of its gradients]. A layer is the number of a transformer block, "before"
+            # (layers before the blocks, such as the embedding), or "after" (such as the head).
             "gradient_bytes": [[label, size] for label, size in stage.gradient_bytes.items()],
             "forward": [[block, seconds_per_block["forward"]] for block in blocks],
             "backward": [[block, seconds_per_block["backward"]] for block in blocks],

@@ -1,9 +1,9 @@
 """Joined jobs: several jobs, each on its own cluster, train one model together over a WAN.
 
 Each job takes inner steps with its own optimizer. Now and then the jobs exchange pseudo-gradients (how far
-the weights have moved) and take the same outer step with their sum: DiLoCo (arXiv 2311.08105), fragment by
-fragment as in Streaming DiLoCo (arXiv 2501.18512). A coordinator (`holmes join serve`) decides who takes part
-in a round; tensors go directly from job to job.
+the weights have moved) and take the same outer step with their sum: DiLoCo (arXiv 2311.08105). Like Streaming
+DiLoCo (arXiv 2501.18512), they exchange a fragment (part of the model) at a time. A coordinator
+(`holmes join serve`) decides who takes part in each exchange (a round); tensors go directly from job to job.
 
 This module declares the options, the command and the patches of joined jobs.
 """
@@ -27,7 +27,7 @@ CA_HELP = "PEM of that CA; all jobs and `holmes join serve` need certificates of
 
 
 def is_active(options: Options) -> bool:
-    """Return whether the user has given an option of joined jobs."""
+    """Return whether the user has given --holmes-join or --holmes-outer."""
     return bool(options.value("join") or options.value("outer"))
 
 

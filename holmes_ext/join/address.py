@@ -1,12 +1,11 @@
 """Parsing of --holmes-join and of the flags for ports; names of jobs.
 
     --holmes-join           NAME@HOST:PORT: name of this job, and address of the coordinator
-    --holmes-join-ports     ports on which this job's ranks listen: PORT, FIRST-LAST, "any" (a free
-                            one, the default), or "none" (they only call other jobs)
-    --holmes-join-address   HOST or HOST:PORT that other jobs call, if that is not the address on
-                            which the ranks listen: the public address of a NAT, or another
-                            interface. PORT is the port that the NAT forwards to the first port of
-                            --holmes-join-ports
+    --holmes-join-ports     ports of this job's ranks: PORT, FIRST-LAST, "any" (a free
+                            port, the default), or "none" (they only call other jobs)
+    --holmes-join-address   HOST or HOST:PORT that other jobs call, if the ranks listen at another
+                            address: the public address of a NAT, or another interface. The NAT
+                            forwards PORT to the first port of --holmes-join-ports
     HOLMES_JOIN_PORT        port of local rank 0; rank n listens on the n-th port after it
 
 Needs no torch.
@@ -45,14 +44,14 @@ class JoinAddress:
 
 @dataclass(frozen=True)
 class PortRange:
-    """Ports on which a rank may listen, and the address that other jobs call instead."""
+    """Ports on which a rank may listen, and the external address that other jobs call (NAT)."""
 
     ports: tuple[int, int] | None = (0, 0)  # first and last; 0, 0: any free port; None: no port
     host: str = ""  # that other jobs call; "": the address on which the rank listens
     port: int = 0  # external port to which the first port is mapped; 0: ports are not mapped
 
     def advertised(self, port: int) -> int:
-        """Return the external port of a port on which a rank listens."""
+        """Return the external port that other jobs call to reach the port on which a rank listens."""
         assert self.ports is not None
         first, _ = self.ports
         if not self.port:
@@ -72,8 +71,9 @@ class JoinPlace:
         """Open an authenticated channel to the coordinator.
 
         Args:
-            purpose: What the connection is for, and who calls.
-            deadline: Until when the handshake must be complete.
+            purpose: Reason for the connection and name of the caller, such as
+                {"purpose": "status", "job": "east"}.
+            deadline: The handshake must be complete by then.
 
         Raises:
             OSError: The coordinator was not reached before the deadline.
@@ -111,7 +111,7 @@ def parse_address(text: str) -> JoinAddress:
 
 
 def is_loopback_address(address: str) -> bool:
-    """Return whether HOST:PORT is of a loopback interface: only processes of the same host can call it."""
+    """Return whether HOST:PORT is a loopback address: only processes of the same host can connect to it."""
     try:
         host, _ = split_address(address)
     except ValueError:
@@ -150,7 +150,7 @@ def port_range(ports: str, address: str, environ: Mapping[str, str]) -> PortRang
         ports: Value of --holmes-join-ports: "PORT", "FIRST-LAST", "any", "none" (do not listen) or
             "" (not given).
         address: Value of --holmes-join-address: HOST or HOST:PORT to which other jobs connect if
-            this rank is behind NAT; "": the address on which it listens.
+            this rank is behind NAT; "": the address where it listens.
         environ: Environment variables; HOLMES_JOIN_PORT is the port of local rank 0.
 
     Raises:

@@ -33,7 +33,7 @@ _EXTRA_S = 10.0
 
 
 class Admission(NamedTuple):
-    """Place of a job in a run, and the settings with which it trains."""
+    """Result of admit(): how a job reaches its coordinator, and the settings with which it trains."""
 
     place: JoinPlace
     settings: OuterSettings
@@ -104,11 +104,11 @@ def _site_credentials(options: Options) -> Credentials:
 
 
 def _settings_of_run(place: JoinPlace, deadline: Deadline) -> dict[str, Any] | None:
-    """Return the settings that the coordinator requires of all jobs (`holmes join serve --outer`).
+    """Ask the coordinator for the settings that all jobs must have (`holmes join serve --outer`).
 
     Returns:
-        None if the coordinator requires none. Then the first job that joins brings the settings of the run,
-        and the coordinator refuses later jobs that differ from it.
+        Field of OuterSettings -> value. None if the coordinator requires no settings: then the first job
+        that joins brings those of the run, and the coordinator refuses later jobs that differ from it.
     """
     purpose = {
         "purpose": SETTINGS,
@@ -144,8 +144,13 @@ def _settings_of_job(run_settings: dict[str, Any] | None, outer_text: str) -> Ou
 def _repeat_until_reached(call: Callable[[], T], address: JoinAddress, deadline: Deadline) -> T:
     """Return the result of a call to the coordinator, repeated until the coordinator is reached.
 
+    Args:
+        call: Contacts the coordinator; raises OSError if it is not reached.
+        address: Address of the coordinator, for the error message.
+        deadline: End of the repetitions.
+
     Raises:
-        HolmesError: The coordinator was not reached before the deadline, or the call raised one.
+        HolmesError: The coordinator was not reached before the deadline, or the call raised this error.
     """
     while True:
         try:

@@ -1,6 +1,7 @@
 """Outer algorithms: when pseudo-gradients are exchanged, and the outer step that applies their aggregate.
 
-An algorithm is a class in this module, registered by its name in ALGORITHMS (setting `algorithm`).
+An algorithm is a class in this module, registered by its name in ALGORITHMS (setting `algorithm`). The
+model's weights are divided into fragments; each round exchanges one fragment.
 
     anchor             a      fragment after its last outer step, equal in all jobs: float32, on the host
     local weights      x_j    fragment of job j after further inner steps
@@ -23,9 +24,9 @@ An algorithm is a class in this module, registered by its name in ALGORITHMS (se
     muon      diloco, with the step of each matrix orthogonalized (Newton-Schulz: O) at its original length:
                   m <- mu m + d           a <- a - lr |d + mu m| O(d + mu m) / |O(d + mu m)|
 
-All operations are elementwise, except for scalars that are equal in all jobs and for whole matrices (muon),
-which ranks that share them gather. So the way a job shards its weights does not change the result, and all
-jobs get the same bits.
+All operations are elementwise, with two exceptions: scalars that are equal in all jobs, and whole matrices
+(muon), gathered from the ranks that share them. So the way a job shards its weights does not change the
+result, and all jobs get the same bits.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ if TYPE_CHECKING:
 class Schedule(Protocol):
     """Interface of the training loop (loop.OuterLoop) that an outer algorithm sees.
 
-    After each inner step the loop calls the algorithm's after_step(), which decides with these counters and
-    operations whether a fragment's pseudo-gradient is sent now, or a received aggregate is applied. A period
-    is the time from one fragment's exchange to the next fragment's, counted in inner steps.
+    After each inner step the loop calls the algorithm's after_step(). With these counters and operations,
+    that method sends a fragment's pseudo-gradient or applies a received aggregate, if it is time. A period is
+    the time from one fragment's exchange to the next fragment's, counted in inner steps.
     """
 
     in_period: int  # inner steps since the period began
     period: int  # length of a period: every / fragments inner steps
 
     def capture(self) -> int:
-        """Capture the next fragment's pseudo-gradient; return the fragment's index."""
+        """Compute and keep the next fragment's pseudo-gradient; return the fragment's index."""
 
     def submit(self, fragment: int) -> None:
         """Send the captured pseudo-gradient of a fragment."""
@@ -97,7 +98,7 @@ class DiLoCo:
 
     @property
     def keeps_momentum(self) -> bool:
-        """Return whether the outer step has a momentum."""
+        """Return whether the outer optimizer keeps a momentum."""
         return self.momentum != 0
 
     def momentum_of(self, shares: Sequence[float]) -> float:
@@ -106,7 +107,7 @@ class DiLoCo:
         With momentum=auto it is 1 - sqrt(sum of the squared shares), rounded to one digit: 0 for one job,
         0.3 for two equal jobs, 0.5 for four. The reason:
 
-        1. Adam divides by the root mean square of the gradient, which is mostly noise in a small batch. So
+        1. Adam divides by the root mean square of the gradient: mostly noise in a small batch. So
            the mean of K equal jobs moves sqrt(K) times less than one job with their joint batch would.
            For any shares the factor is 1 / sqrt(sum of the squared shares).
         2. In the long run, momentum makes outer steps 1 / (1 - mu) times longer.
@@ -119,7 +120,7 @@ class DiLoCo:
         return round(1 - math.sqrt(sum_of_squares), 1)
 
     def gap_of(self, momentum_square: float, gradient_square: float) -> float:
-        """Return the divisor of the aggregate because of its staleness; 1.0: it counts in full.
+        """Return the number by which an aggregate is divided because it is stale; 1.0: it counts in full.
 
         The divisor is called "gap", as in CO2: it grows with the anchor's move since the aggregate's
         pseudo-gradients were sent.
@@ -147,10 +148,10 @@ class DiLoCo:
                 no momentum.
             gradient: Aggregate of the jobs' pseudo-gradients, of the same length; overwritten.
             mu: Coefficient of the momentum, 0 to 1.
-            gap: The aggregate is divided by this number, at least 1, which grows with its
+            gap: The aggregate is divided by this number, at least 1. It grows with the aggregate's
                 staleness. Only CO2 uses it.
-            matrices: Where weight matrices lie in these tensors. Only an algorithm that steps whole
-                matrices (`of_matrices`) uses it.
+            matrices: Positions of the weight matrices in these tensors. Only an algorithm that steps
+                whole matrices (`of_matrices`) uses it.
         """
         direction = gradient
         if momentum is not None:
@@ -206,11 +207,11 @@ class DiLoCo:
         return anchor.lerp(local, alpha)
 
     def after_step(self, loop: Schedule) -> None:
-        """After an inner step, send a pseudo-gradient or apply an aggregate if one is due.
+        """After an inner step, send a pseudo-gradient or apply an aggregate if it is time.
 
-        The fragments take turns: each period of `loop.period` inner steps exchanges one of them.
-        Its pseudo-gradient is sent `delay` inner steps before the end of the period. Its aggregate
-        is applied at the end.
+        The fragments take turns: each period of `loop.period` inner steps exchanges the next fragment.
+        The fragment's pseudo-gradient is sent `delay` inner steps before the end of the period. The
+        aggregate is applied at the end.
 
         Args:
             loop: The training loop of this rank: it counts inner steps, captures and sends
@@ -233,9 +234,9 @@ class Average(DiLoCo):
 class Co2(DiLoCo):
     """CO2: a fragment's aggregate is applied one round later, when the fragment is sent again.
 
-    The next pseudo-gradient already contains the inner steps taken since the last one was sent. So
-    they are not kept in the local weights: these are set to the new anchor (the weights after the
-    outer step).
+    The next pseudo-gradient already contains the inner steps taken since the last pseudo-gradient was
+    sent. So these inner steps are not kept in the local weights: the local weights are set to the new
+    anchor (the weights after the outer step).
     """
 
     defaults = {"lr": 0.5, "momentum": 0.0, "fragments": 1}
@@ -244,7 +245,7 @@ class Co2(DiLoCo):
     one_at_a_time = False
 
     def gap_of(self, momentum_square: float, gradient_square: float) -> float:
-        """Return CO2's divisor of a stale aggregate, which is applied one round after it was sent.
+        """Return CO2's divisor of a stale aggregate: it is applied one round after it was sent.
 
             gap = 1 + (distance that the anchor has moved since sending) / (length of the aggregate)
 

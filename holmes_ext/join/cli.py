@@ -81,7 +81,28 @@ def add_parser(subparsers: Any) -> None:
         epilog=_EPILOG,
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
-    serve = actions.add_parser(
+    serve = _add_serve(actions)
+    _add_invite_and_revoke(actions)
+    status = _add_status(actions)
+    for command in (serve, status):
+        command.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
+        command.add_argument(
+            "--certificate",
+            metavar="FILE",
+            default=os.environ.get("HOLMES_JOIN_CERTIFICATE", ""),
+            help=f"{join.CERTIFICATE_HELP}; also HOLMES_JOIN_CERTIFICATE",
+        )
+        command.add_argument(
+            "--ca",
+            metavar="FILE",
+            default=os.environ.get("HOLMES_JOIN_CA", ""),
+            help=f"{join.CA_HELP}; also HOLMES_JOIN_CA",
+        )
+
+
+def _add_serve(actions: Any) -> argparse.ArgumentParser:
+    """Add `holmes join serve` to the subparsers of `holmes join`, and return its parser."""
+    serve: argparse.ArgumentParser = actions.add_parser(
         "serve",
         help="run the coordinator (it may be restarted)",
         description="Run the coordinator of joined jobs, on a host that all of them "
@@ -110,6 +131,11 @@ def add_parser(subparsers: Any) -> None:
         help="settings of the run for all jobs, such as every=64,fragments=4,min=2 (docs/joined.md; "
         "default: every=32,fragments=4,delay=5,...)",
     )
+    return serve
+
+
+def _add_invite_and_revoke(actions: Any) -> None:
+    """Add `holmes join invite` and `holmes join revoke` to the subparsers of `holmes join`."""
     invite = actions.add_parser(
         "invite",
         help="make a one-time invitation for a job",
@@ -142,7 +168,11 @@ def add_parser(subparsers: Any) -> None:
             default=PORT,
             help=f"port of `holmes join serve` (default: {PORT})",
         )
-    status = actions.add_parser(
+
+
+def _add_status(actions: Any) -> argparse.ArgumentParser:
+    """Add `holmes join status` to the subparsers of `holmes join`, and return its parser."""
+    status: argparse.ArgumentParser = actions.add_parser(
         "status",
         help="show the jobs of a run, their round, speed and delay",
         description="Show the jobs of a run, their round, speed and delay. Exit "
@@ -157,20 +187,7 @@ def add_parser(subparsers: Any) -> None:
         help=f"address of `holmes join serve` (default: {default_address})",
     )
     status.add_argument("--json", action="store_true", help="print JSON")
-    for command in (serve, status):
-        command.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
-        command.add_argument(
-            "--certificate",
-            metavar="FILE",
-            default=os.environ.get("HOLMES_JOIN_CERTIFICATE", ""),
-            help=f"{join.CERTIFICATE_HELP}; also HOLMES_JOIN_CERTIFICATE",
-        )
-        command.add_argument(
-            "--ca",
-            metavar="FILE",
-            default=os.environ.get("HOLMES_JOIN_CA", ""),
-            help=f"{join.CA_HELP}; also HOLMES_JOIN_CA",
-        )
+    return status
 
 
 def run(args: argparse.Namespace) -> int:
@@ -215,7 +232,7 @@ def _serve(args: argparse.Namespace) -> int:
         def open_run(port: int) -> ServedRun:
             folder = RunFolder.of_port(os.environ, port)
             folder.make(with_authority=False)  # served() makes the run's CA, if it needs one
-            running.enter_context(folder.serving())  # there is one coordinator for a folder
+            running.enter_context(folder.serving())  # a folder has a single coordinator
             return folder.served(site_credentials)
 
         server = CoordinatorServer(
@@ -302,7 +319,7 @@ def _run_settings(text: str) -> OuterSettings:
     """Return the settings of the run from the value of --outer.
 
     Raises:
-        HolmesError: They are not valid, or belong to a job.
+        HolmesError: A setting is not valid, or is for a single job (`part`).
     """
     try:
         settings = parse_outer(text)
@@ -361,12 +378,13 @@ def _site_credentials(args: argparse.Namespace) -> Credentials | None:
 
 
 def _status_credentials(args: argparse.Namespace, host: str, port: int) -> Credentials:
-    """Return credentials with which the coordinator shows its status.
+    """Return credentials for a request for the coordinator's status.
 
-    These are a site's, those of a coordinator on this host, or those of a job of this user.
+    Return the first that exist of: the credentials in --certificate and --ca; those of a coordinator on this
+    host; those that a job of this user has kept.
 
     Raises:
-        HolmesError: There are none.
+        HolmesError: None of them exist.
     """
     site_credentials = _site_credentials(args)
     if site_credentials is not None:
@@ -383,7 +401,7 @@ def _status_credentials(args: argparse.Namespace, host: str, port: int) -> Crede
 
 
 def _log(line: str) -> None:
-    """Print a line with the time of day."""
+    """Print a line of the coordinator's log, with the time of day."""
     try:
         print(f"{time.strftime('%H:%M:%S')} {printable(line, _LONGEST_LINE)}", flush=True)
     except OSError:  # the reader of the pipe has gone; the coordinator must go on

@@ -1,11 +1,11 @@
 """Compression of the pseudo-gradients that jobs exchange (setting `compress`).
 
     bf16, int8   the codecs of the hierarchical all-reduce (runtime/compress.py)
-    2bit         two bits for each element: its sign, and which of its chunk's two magnitudes it has. The two
-                 magnitudes of a chunk of 512 elements minimize its squared error (Lloyd and Max): each is the
-                 mean of the elements that are nearer to it. Rounding errors are added to the next
-                 pseudo-gradient of the same elements (error feedback), as in MuLoCo (arXiv 2505.23725), which
-                 also quantizes to 2 bits
+    2bit         two bits for each element: its sign, and whether it has the smaller or the larger of its
+                 chunk's two magnitudes. The magnitudes of a chunk of 512 elements minimize its squared error
+                 (Lloyd and Max): each is the mean of the elements nearer to it. Rounding errors are added to
+                 the next pseudo-gradient of the same elements (error feedback), as in MuLoCo (arXiv
+                 2505.23725), which also quantizes to 2 bits
 
 Format of 2bit: for each chunk two magnitudes (bfloat16), then four codes a byte: 12.9 % of bf16's bytes.
 """
@@ -25,17 +25,17 @@ from holmes_ext.runtime.compress import codec
 _CODES_PER_BYTE = 4
 #: Bytes of the two magnitudes of a chunk.
 _MAGNITUDE_BYTES = 4
-#: Steps of Lloyd's algorithm, which starts from the mean magnitude. More steps reduce the squared error by
+#: Steps of Lloyd's algorithm; it starts from the mean magnitude. More steps reduce the squared error by
 #: less than 0.5 % (normal and Laplace distributions).
 _LLOYD_STEPS = 5
 
 
 class _Block(NamedTuple):
-    """Shape of a matrix of chunks of equal length, which are encoded together.
+    """Shape of a matrix of chunks of equal length that are encoded together.
 
     The codec divides a tensor into chunks of 512 elements. Each chunk is sent as two magnitudes
     (bfloat16) and a 2-bit code per element. A tensor has at most two blocks: the full chunks, and
-    the shorter one at the end.
+    a shorter chunk at the end.
     """
 
     chunks: int  # number of chunks
@@ -49,10 +49,10 @@ class _Block(NamedTuple):
 
 
 class TwoBits(OuterCodec):
-    """Codec with two bits for each element: its sign, and which of its chunk's two magnitudes it has.
+    """Codec with two bits for each element: its sign, and the choice between two magnitudes.
 
-    A chunk is a run of 512 elements. A tensor is encoded as its full chunks, then a shorter one at
-    its end.
+    A chunk of 512 consecutive elements shares the two magnitudes. A tensor is encoded as its full
+    chunks, then a shorter chunk at its end.
     """
 
     feedback = True
@@ -67,10 +67,10 @@ class TwoBits(OuterCodec):
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Encode `x` plus `residual`, and replace `residual` by the new rounding errors.
 
-        That is error feedback: what one encoding rounds off is added to the next. The tensor is
-        encoded in chunks of 512 elements; the last chunk may be shorter. Chunks of equal length
-        form a block and are encoded together. So there are at most two blocks: all full chunks, and
-        the shorter last chunk.
+        That is error feedback: the rounding errors of an encoding are added to the next tensor. The
+        tensor is encoded in chunks of 512 elements; the last chunk may be shorter. Chunks of equal
+        length form a block and are encoded together. So there are at most two blocks: all full
+        chunks, and the shorter last chunk.
 
         Args:
             x: Flat tensor.
@@ -93,14 +93,14 @@ class TwoBits(OuterCodec):
             encoded.view(block.chunks, -1).copy_(_encoded(rows))
             element += part.numel()
             byte += block.encoded_bytes
-        if residual is not None:  # without NaNs, which would stay in it for ever
+        if residual is not None:  # without NaNs: they would stay in it for ever
             torch.sub(wanted, self.decode(wire, wanted), out=residual).nan_to_num_(0.0, 0.0, 0.0)
         return wire
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return the flat tensor that was encoded, with the size and dtype of `like`."""
         decoded = []
-        byte = 0  # first one of the encoded block
+        byte = 0  # index in `wire` of the encoded block's first byte
         for block in self._blocks(like.numel()):
             rows = wire[byte : byte + block.encoded_bytes].view(block.chunks, -1)
             decoded.append(_decoded(rows).view(-1))
@@ -110,9 +110,9 @@ class TwoBits(OuterCodec):
         return torch.cat(decoded)[: like.numel()].to(like.dtype)
 
     def _blocks(self, numel: int) -> list[_Block]:
-        """Return the blocks (equally long chunks) of a tensor: its full chunks, then a shorter one.
+        """Return a tensor's blocks (chunks of equal length): the full chunks, then a shorter chunk.
 
-        Either block is missing if it would be empty. `numel` is the tensor's number of elements.
+        An empty block is left out. `numel` is the tensor's number of elements.
         """
         full, remainder = divmod(numel, self.chunk)
         blocks = []
@@ -174,7 +174,7 @@ def _codes(values: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
 
     Args:
         values: [chunks, width]; a code's higher bit is the sign.
-        large: [chunks, width]; a code's lower bit says whether the element has the larger magnitude.
+        large: bool [chunks, width]: whether the element has the larger magnitude; a code's lower bit.
     """
     codes = (2 * (values < 0) + large).to(torch.uint8).view(len(values), -1, _CODES_PER_BYTE)
     return codes[..., 0] | codes[..., 1] << 2 | codes[..., 2] << 4 | codes[..., 3] << 6
@@ -191,9 +191,9 @@ def _decoded(wire: torch.Tensor) -> torch.Tensor:
         float32 [chunks, width], where `width` is four elements per code byte.
     """
     header = wire[:, :_MAGNITUDE_BYTES].clone(memory_format=torch.contiguous_format)
-    magnitudes = header.view(torch.bfloat16).float()  # [chunks, 2]: the smaller one, the larger one
+    magnitudes = header.view(torch.bfloat16).float()  # [chunks, 2]: the smaller, the larger
     packed = wire[:, _MAGNITUDE_BYTES:]
-    # Four codes in a byte. Of a code, the lower bit is the magnitude, the higher one the sign.
+    # Four codes in a byte. A code's lower bit selects the magnitude, its higher bit is the sign.
     codes_of_byte = [packed >> shift & 3 for shift in (0, 2, 4, 6)]
     codes = torch.stack(codes_of_byte, 2).view(len(wire), -1).long()
     is_large = codes & 1

@@ -1,6 +1,6 @@
 """A joined job's part of a data set: samples k, k + K, k + 2 K, ... (--holmes-outer part=k/K).
 
-No sample is read by two jobs, whatever sampler reads the part, and whatever the jobs' batch sizes and ranks.
+No sample is read by two jobs, with any sampler, batch size and number of ranks.
 """
 
 from __future__ import annotations
@@ -59,6 +59,6 @@ def part_of(dataset: Any) -> Any:
     if isinstance(dataset, IterableDataset) or not is_map_style:
         return dataset
     training.mark_data_divided()  # otherwise the user is told that the script must divide the data
-    if hasattr(dataset, "shard"):  # of Hugging Face, which returns another data set of Hugging Face
+    if hasattr(dataset, "shard"):  # a data set of Hugging Face; the result is, too
         return dataset.shard(num_shards=parts, index=k, contiguous=False)
     return Share(dataset, k, parts)

@@ -1,15 +1,15 @@
 """Forecast for joined jobs, one in each cluster, instead of one job that spans the clusters (docs/joined.md).
 
-Joined jobs train one model together. Each takes inner steps by itself, and in rounds the jobs exchange
-pseudo-gradients of one fragment of the model while they go on training.
+Joined jobs train one model together. Each takes inner steps by itself. In rounds, the jobs exchange
+pseudo-gradients of a fragment (part of the model) while they go on training.
 
-period          inner steps from one fragment's exchange to the next one's: every / fragments
+period          inner steps from one fragment's exchange to the next fragment's: every / fragments
 a round         simulated while the jobs' inner steps run (simulated_rounds.py)
 round alone     without other traffic: the busiest hop's bits divided by its rate, plus three round trips
                 (two verdicts of the coordinator, and the first bytes); see round_seconds
 exposed         time for which training waits because a round takes longer than `delay` inner steps; a round
                 without such time is overlapped with training
-least `every`   fragments x (delay + 1): a fragment's aggregate is applied before the next one is sent
+least `every`   fragments x (delay + 1): a fragment's aggregate is applied before the next fragment is sent
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holmes_ext.plan.across import hop_loads
 from holmes_ext.plan.cost.reductions import SHARES
 
 #: Round trips over the longest way in a round: two verdicts of the coordinator, and the first bytes
-#: of an exchange, which must be answered before all bytes may leave.
+#: of an exchange (they must be answered before all bytes may leave).
 _ROUND_TRIPS = 3
 #: Delay that Streaming DiLoCo (arXiv 2501.18512, section 3.3) found nearly free, in inner steps.
 DELAY = 5
@@ -45,15 +45,16 @@ _UNLIMITED = 2**40
 class Setting:
     """Values of --holmes-outer, with the simulated time of a round and samples/s of all jobs.
 
-    A round is the exchange of one fragment's pseudo-gradients among the jobs. See RoundForecasts.
+    A round is the exchange of a fragment's pseudo-gradients (changes of a part of the model's weights)
+    among the jobs. RoundForecasts simulates it.
     """
 
     every: int  # inner steps
     fragments: int
     delay: int  # inner steps
-    round_s: float  # from the pseudo-gradient to its aggregate
-    exposed_s: float  # waiting for the ends of rounds, per inner step
-    slower_s: float  # by which an inner step itself takes longer, because rounds share the network with it
+    round_s: float  # seconds from the pseudo-gradient to its aggregate
+    exposed_s: float  # seconds of waiting for the ends of rounds, per inner step
+    slower_s: float  # seconds by which an inner step takes longer, because rounds share its network
     samples_per_s: float  # of all jobs
 
     def __str__(self) -> str:
@@ -64,13 +65,13 @@ class Setting:
 class TimedSetting:
     """Schedule of exchanges by time instead of by inner steps, with its simulated throughput.
 
-    Jobs that train one model exchange pseudo-gradients in rounds, one fragment of the model in each
-    round. `--holmes-outer every=60s` (an option of the training command) exchanges each fragment
-    once in 60 seconds: with 4 fragments there is a round every 15 seconds. In these 15 seconds, each
-    job takes as many inner steps as it can. So a fast job does not wait for a slow one.
+    Joined jobs exchange pseudo-gradients in rounds, a fragment (part of the model) in each round.
+    `--holmes-outer every=60s` (an option of the training command) exchanges each fragment once in
+    60 seconds: with 4 fragments there is a round every 15 seconds. In these 15 seconds, each job
+    takes as many inner steps as it can. So a fast job does not wait for a slow job.
     """
 
-    seconds: int  # of `every`: from one exchange of a fragment to its next one
+    seconds: int  # of `every`: from an exchange of a fragment to its next exchange
     steps: tuple[int, ...]  # inner steps of each job from one round to the next
     round_s: float  # from the pseudo-gradient to its aggregate
     samples_per_s: float  # of all jobs
@@ -82,8 +83,8 @@ class TimedSetting:
 class OuterValues(NamedTuple):
     """The three values of --holmes-outer on which the time of a step depends."""
 
-    every: int  # inner steps from one exchange of a fragment to its next one
-    fragments: int  # parts of the model, which are exchanged one after the other
+    every: int  # inner steps from an exchange of a fragment to its next exchange
+    fragments: int  # parts of the model that are exchanged one after the other
     delay: int  # inner steps from sending a pseudo-gradient to applying the aggregate
 
 
@@ -92,17 +93,17 @@ DEFAULT = OuterValues(every=32, fragments=4, delay=DELAY)
 
 
 def least_every(fragments: int, delay: int) -> int:
-    """Return the least `every`, in inner steps, with a number of fragments and a delay.
+    """Return the least value of `every`, in inner steps, for a number of fragments and a delay.
 
-    A fragment's aggregate is applied `delay` inner steps after it was sent, and before the next
-    fragment is sent. So there are at least delay + 1 inner steps from one fragment to the next, and
-    a fragment's turn comes again after all fragments.
+    A fragment's aggregate is applied `delay` inner steps after the fragment was sent, and before the
+    next fragment is sent. So there are at least delay + 1 inner steps from a fragment to the next.
+    A fragment is sent again after all other fragments: after fragments x (delay + 1) steps.
     """
     return fragments * (delay + 1)
 
 
 def site_of_cluster(site: Site, cluster: str) -> Site:
-    """Return a site with the nodes of one cluster only."""
+    """Return a site with only the nodes of a cluster, and no WAN."""
     return replace(
         site,
         nodes=tuple(node for node in site.nodes if node.cluster == cluster),
@@ -118,11 +119,11 @@ def nodes_of(site: Site) -> Counter[str]:
 def shares(
     site: Site, samples: int, unit: int, speeds: Mapping[str, float] | None = None
 ) -> dict[str, int]:
-    """Divide a batch among one job in each cluster, in proportion to their ranks or speeds.
+    """Divide a batch among the jobs (one in each cluster), in proportion to their ranks or speeds.
 
-    Each share is rounded to a multiple of the micro-batch times the cluster's ranks. If it is
-    smaller than that, it is rounded to a multiple of one micro-batch. So the sum may differ a
-    little from the batch.
+    Each share is rounded to a multiple of the micro-batch times the cluster's ranks. A share that is
+    smaller than that is rounded to a multiple of the micro-batch. So the sum may differ a little
+    from the batch.
 
     Args:
         site: The clusters.
@@ -138,7 +139,7 @@ def shares(
     weights = speeds or ranks_of
     for name, ranks in ranks_of.items():
         share = samples * weights[name] / sum(weights.values())
-        # A micro-batch on every rank, if the share is large enough; otherwise one micro-batch.
+        # A micro-batch on every rank, if the share is large enough; otherwise a single micro-batch.
         unit_on_all_ranks = unit * ranks
         multiple = unit_on_all_ranks if share >= unit_on_all_ranks else unit
         result[name] = max(1, round(share / multiple)) * multiple
@@ -148,9 +149,9 @@ def shares(
 def round_seconds(site: Site, parameters: float, fragments: int, compress: str = "bf16") -> float:
     """Return the seconds of a round without other traffic on the network.
 
-    Each cluster has one job, which sends its pseudo-gradient to every other one. The busiest link
-    or the NICs of the smallest cluster (one Ethernet port a node) determine the time, plus three
-    round trips: two for the coordinator's verdicts, one for the first bytes.
+    Each cluster has a job that sends its pseudo-gradient to every other job. The time is that of the
+    busiest link, or of the NICs of the smallest cluster (an Ethernet port per node) if that is longer,
+    plus three round trips: two for the coordinator's verdicts, one for the first bytes.
 
     Args:
         site: The clusters, and the links between them.
@@ -158,7 +159,7 @@ def round_seconds(site: Site, parameters: float, fragments: int, compress: str =
         fragments: Fragments of the model.
         compress: Codec of the pseudo-gradients.
     """
-    bits = _bits(parameters, fragments, compress)  # from a job to another one, in a round
+    bits = _bits(parameters, fragments, compress)  # from a job to another job, in a round
     bits_of_pair = {
         (sender, receiver): bits
         for sender in site.clusters
@@ -186,13 +187,13 @@ def _bits(parameters: float, fragments: int, compress: str) -> float:
 class RoundForecasts:
     """Simulated round time and throughput for given joined jobs, by values of --holmes-outer.
 
-    Joined jobs, one in each cluster, train one model and exchange pseudo-gradients in rounds. Each
-    combination of values is simulated once and cached.
+    Joined jobs, one in each cluster, train the same model and exchange pseudo-gradients in rounds.
+    Each combination of values is simulated once and cached.
 
     Args:
         site: The clusters, with measured rates if available.
-        parameters: Parameters of the model.
-        jobs: One job in each cluster.
+        parameters: Number of parameters of the model.
+        jobs: The joined jobs, one in each cluster.
         compress: Codec of the pseudo-gradients.
     """
 
@@ -211,8 +212,8 @@ class RoundForecasts:
         """Return the round time and the samples/s of all jobs for these values of --holmes-outer.
 
         Args:
-            every: Inner steps from one exchange of a fragment to its next one.
-            fragments: Parts of the model, which are exchanged one after the other.
+            every: Inner steps from an exchange of a fragment to its next exchange.
+            fragments: Number of parts of the model that are exchanged one after the other.
             delay: Inner steps from sending a pseudo-gradient to applying the aggregate.
 
         Returns:
@@ -229,9 +230,6 @@ class RoundForecasts:
         A round costs time in two ways, both given in seconds per inner step. Training may wait for
         its end (`exposed_s`). And inner steps take longer while the round uses the same network
         (`slower_s`).
-
-        Args:
-            key: The values.
         """
         period = key.every // key.fragments  # inner steps from one round to the next
         bits = _bits(self.parameters, key.fragments, self.compress)
@@ -258,9 +256,9 @@ class RoundForecasts:
         `every` is chosen in such a way that the slowest job exchanges each fragment about as often
         as with the default. The other values of --holmes-outer are the defaults.
 
-        A period begins when a round has ended, and ends when the next round has. The exchange of
-        pseudo-gradients, which takes `round_s`, is only a part of it. So throughput is the samples
-        of all jobs in a period, divided by `period_s`.
+        A period lasts from the end of a round to the end of the next round. The exchange of
+        pseudo-gradients takes only a part of it, `round_s`. So throughput is the samples of all jobs
+        in a period, divided by `period_s`.
         """
         fragments = DEFAULT.fragments
         delay = DEFAULT.delay
@@ -270,7 +268,7 @@ class RoundForecasts:
             steps_in_period = round(seconds / fragments / job.step_s)
             # A fragment's aggregate is applied `delay` steps after sending, before the next is sent.
             steps.append(max(delay + 1, steps_in_period))
-        # Of these steps, the last `delay` run during a round, and the others without one.
+        # Of these steps, the last `delay` run during a round, and the others without a round.
         steps_without_round = [count - delay for count in steps]
         times = simulate_round(
             self.site,
@@ -288,12 +286,12 @@ class RoundForecasts:
         )
 
     def _per_step(self, seconds: float, period: int) -> float:
-        """Divide a time that is lost once in a period by the period's number of inner steps.
+        """Return seconds per inner step, for a time that is lost once in a period.
 
         Args:
-            seconds: The time. Below a billionth of an inner step it is a rounding error of the simulation,
-                and the result is 0.
-            period: Inner steps from one round to the next.
+            seconds: The lost time. Below a billionth of an inner step it is a rounding error of the
+                simulation, and the result is 0.
+            period: Inner steps from a round to the next round.
         """
         if seconds <= _ROUNDING * self.step_s:
             return 0.0
@@ -304,8 +302,7 @@ class RoundForecasts:
 
         The delay is the number of inner steps from sending a pseudo-gradient to applying the
         aggregate. It may be as long as needed, so there always is such a setting. `every` (inner
-        steps from one exchange of a fragment to its next one) is the least one that the delay
-        allows.
+        steps from an exchange of a fragment to its next exchange) is the least that the delay allows.
 
         Args:
             fragments: Number of fragments of the setting.
@@ -325,8 +322,8 @@ class RoundForecasts:
         """Return the setting with the fewest fragments at which training never waits for a round.
 
         The model is exchanged fragment by fragment: the more fragments, the smaller each is, and
-        the shorter a round. `every` (inner steps from one exchange of a fragment to its next one)
-        is the least one that the number of fragments and the delay allow.
+        the shorter a round. `every` (inner steps from an exchange of a fragment to its next exchange)
+        is the least that the number of fragments and the delay allow.
 
         Args:
             delay: Inner steps from sending a pseudo-gradient to applying the aggregate.
@@ -380,26 +377,26 @@ def settings(rounds: RoundForecasts) -> list[Setting]:
     """Return the settings to show: the default, and two at which training never waits for a round.
 
     The first of these two has the default's number of fragments and as long a delay as is needed.
-    The second one has the default's delay (inner steps from sending a pseudo-gradient to applying
-    the aggregate) and as many fragments as are needed; it is missing if no number suffices. Both
-    have the least possible `every`: inner steps from one exchange of a fragment to its next one.
+    The second has the default's delay (inner steps from sending a pseudo-gradient to applying the
+    aggregate) and as many fragments as are needed; it is missing if no number suffices. Both have
+    the least possible `every`: inner steps from an exchange of a fragment to its next exchange.
     """
     choices = [
         rounds.forecast(DEFAULT.every, DEFAULT.fragments, DEFAULT.delay),
         rounds.with_least_delay(DEFAULT.fragments),
         rounds.with_fewest_fragments(DEFAULT.delay),
     ]
-    # The default itself may be one at which training never waits: each setting once, in this order.
+    # With the default itself, training may never wait, too: keep each setting once, in this order.
     return list(dict.fromkeys(setting for setting in choices if setting is not None))
 
 
 def over_every(rounds: RoundForecasts) -> dict[str, list[Setting]]:
     """Return simulated throughput for growing values of `every`, as three series for a picture.
 
-    Joined jobs train one model and exchange pseudo-gradients in rounds, one fragment of the model
-    in each round. `every` is the number of inner steps from one exchange of a fragment to its next
-    one. `delay` is the number from sending a pseudo-gradient to applying the aggregate. A larger
-    `every` leaves time for a longer delay or for more fragments:
+    Joined jobs exchange pseudo-gradients in rounds, a fragment (part of the model) in each round.
+    `every` is the number of inner steps from an exchange of a fragment to its next exchange. `delay`
+    is the number from sending a pseudo-gradient to applying the aggregate. A larger `every` leaves
+    time for a longer delay or for more fragments:
 
         series 1    default number of fragments    the longest delay that `every` allows
         series 2    default number of fragments    default delay
@@ -416,7 +413,7 @@ def over_every(rounds: RoundForecasts) -> dict[str, list[Setting]]:
     # A period (inner steps between two rounds) must be longer than the delay, so the shortest is delay + 1.
     shortest_period = DELAY + 1
     # Besides powers of two, the values from which on training never waits for a round. In series 1
-    # that is the least delay without waiting, which needs a period of one step more.
+    # that is the least delay without waiting; its period is a step longer than the delay.
     without_waiting = rounds.with_least_delay(fragments)
     periods = powers_of_two | {shortest_period, without_waiting.delay + 1}
     fragment_counts = set(powers_of_two)

@@ -8,7 +8,7 @@ same order, and an error on one rank is raised on all of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -52,7 +52,7 @@ _CONTROL = timedelta(days=1)
 
 
 class Prepared(NamedTuple):
-    """What a job has before it joins: its ranks, its credentials, and the settings of the run."""
+    """Prerequisites for joining: the job's ranks, its credentials, and the settings of the run."""
 
     job_ranks: JobRanks  # collectives over the ranks of the job
     place: JoinPlace  # address of the coordinator; credentials (certificate) and ports of the job
@@ -65,10 +65,11 @@ def prepare(address: JoinAddress, options: Options, environ: Mapping[str, str]) 
     Rank 0 contacts the coordinator (admission.admit()), and broadcasts both to the other ranks.
 
     Returns:
-        The settings, and the place of the job in the run, which has its certificate (credentials).
+        The settings, and the `place`: address of the coordinator, certificate and ports of the job.
 
     Raises:
-        HolmesError: See admission.admit().
+        HolmesError: The coordinator was not reached or refuses the job, or --holmes-outer contradicts
+            the settings of the run.
     """
     job_ranks = JobRanks(_gloo_group())
     admission = admit(address, options, environ, job_ranks)
@@ -76,10 +77,10 @@ def prepare(address: JoinAddress, options: Options, environ: Mapping[str, str]) 
 
 
 def weights_of(shards: Any) -> Weights:
-    """Return the weights of this rank from the description by a framework's patch.
+    """Convert the weights of this rank from the form that a framework's patch returns.
 
     Args:
-        shards: A training.WeightShards.
+        shards: The weights, a training.WeightShards.
     """
     tensors = [Tensor(*tensor) for tensor in shards.tensors]
     starts = tensor_starts(tensors)
@@ -98,28 +99,27 @@ def join(
     status: Callable[[], dict[str, Any]] = dict,
     job_ranks: JobRanks | None = None,
 ) -> OuterLoop:
-    """Return the outer loop of this rank; collective over the ranks of the job.
+    """Make the outer loop of this rank, and all parts that it needs; collective over the ranks of the job.
 
     The loop has not begun: outer state of a checkpoint may be loaded before its begin(). This function makes
     a gloo group of all ranks, and groups with the default backend of ranks that hold the same weights.
 
     Args:
-        place: Coordinator, credentials and ports.
+        place: Address of the coordinator; credentials and ports of the job.
         settings: The --holmes-outer settings.
         weights: Returns the weights of this rank.
         agreed: Other facts that must be equal in all jobs, such as parallel sizes.
         device: Device on which the default backend moves tensors.
         on_round: Called when the result of a round has been applied, with the record of the round.
-        written: Called after the outer training has overwritten local weights.
-        status: Returns telemetry for heartbeats.
-        job_ranks: Those of prepare(); None: new ones.
+        written: Called after an outer step has overwritten local weights.
+        status: Returns telemetry for heartbeats: name -> value, such as `steps_per_second`.
+        job_ranks: Collectives over the ranks of the job, from prepare(); None: make them here.
 
     Raises:
         HolmesError: The weights of the ranks do not fit each other, or a port is in use.
     """
     job = place.address.job
-    # Of this job, whose ranks use torch.distributed; other jobs are reached over sockets of their
-    # own.
+    # The ranks of a job use torch.distributed among themselves; other jobs are reached over sockets.
     job_ranks = job_ranks or JobRanks(_gloo_group())
     weights_here: Weights = job_ranks.run_on_all_ranks(weights)
     layouts = _gather_layouts(weights_here, settings, job_ranks)
@@ -134,24 +134,15 @@ def join(
     identity = RankIdentity(job, incarnation, job_ranks.rank)
     client = None
     if job_ranks.rank == 0:
-        # `constant_hello` and `rounds` exist when the client says hello, which begin() makes it do.
+        # Connects while the other parts are made. The client says hello only after begin() of the loop:
+        # `constant_hello` and `rounds` are set below, and exist by then.
         client = CoordinatorClient(place, lambda: {**constant_hello, **rounds.hello()}, incarnation)
         client.connect_early()
     links: PeerLinks = job_ranks.run_on_all_ranks(lambda: _links(place, identity, state))
     addresses = job_ranks.all_gather(links.address)
     descriptions = job_ranks.all_gather(weights_here.named())
-    if client is not None:
-        descriptions_by_position: dict[str, Any] = {}
-        for layout, description in zip(layouts, descriptions):
-            key = f"weights at {layout.position}"
-            descriptions_by_position.setdefault(key, description)
-        constant_hello = {
-            "agreed": {"outer": settings.agreed(), **descriptions_by_position, **agreed},
-            "maps": {position: _flat(owned) for position, owned in maps.items()},
-            "addresses": addresses,
-            "min": settings.min,
-            "timeout": settings.timeout,
-        }
+    agreed = {**_descriptions_by_position(layouts, descriptions), **agreed}
+    constant_hello = _constant_hello(settings, agreed, maps, addresses)
     coordinator = CoordinatorLink(client, job_ranks, settings.timeout, place.credentials)
     is_rolling = settings.rounds == "async"
     runner_class = RollingRunner if is_rolling else RoundRunner
@@ -165,6 +156,46 @@ def join(
     if client is not None:
         client.start_heartbeat(lambda: {"round": rounds.number, "step": loop.steps, **status()})
     return loop
+
+
+def _constant_hello(
+    settings: OuterSettings,
+    agreed: Mapping[str, Any],
+    maps: Mapping[str, list[RankRange]],
+    addresses: list[str],
+) -> dict[str, Any]:
+    """Return the keys of the job's hello (reports.Hello) that never change.
+
+    Args:
+        settings: The --holmes-outer settings.
+        agreed: Facts that must be equal in all jobs, besides the settings.
+        maps: Position -> ranges of elements, each with the rank that exchanges it.
+        addresses: HOST:PORT of each rank; "": the rank cannot be called.
+    """
+    return {
+        "agreed": {"outer": settings.agreed(), **agreed},
+        "maps": {position: _flat(owned) for position, owned in maps.items()},
+        "addresses": addresses,
+        "min": settings.min,
+        "timeout": settings.timeout,
+    }
+
+
+def _descriptions_by_position(
+    layouts: list[_Layout], descriptions: Sequence[Any]
+) -> dict[str, Any]:
+    """Return "weights at POSITION" -> description of the tensors there, for the comparison of jobs.
+
+    All ranks at a position have the same tensors, so the description of the first rank is used.
+
+    Args:
+        layouts: Weights that each rank holds, in rank order.
+        descriptions: Result of Weights.named() on each rank.
+    """
+    by_position: dict[str, Any] = {}
+    for layout, description in zip(layouts, descriptions):
+        by_position.setdefault(f"weights at {layout.position}", description)
+    return by_position
 
 
 def _gloo_group() -> dist.ProcessGroup | None:
@@ -181,8 +212,8 @@ class _Layout(NamedTuple):
     digest: str  # of names, shapes and dtypes of all tensors at this position
     total: int  # number of elements at this position
     holdings: list[Range]  # ranges of elements that this rank holds: all, or its shard
-    #: Ranges of elements that one rank should exchange as a whole: the matrices, if the outer
-    #: algorithm steps whole matrices (Muon).
+    #: Ranges of elements that should not be divided among ranks: the matrices, if the outer algorithm
+    #: steps whole matrices (Muon).
     indivisible: list[Range]
 
     @property
@@ -194,11 +225,11 @@ class _Layout(NamedTuple):
 def _gather_layouts(
     weights: Weights, settings: OuterSettings, job_ranks: JobRanks
 ) -> list[_Layout]:
-    """Return which weights each rank of the job holds, in rank order; collective.
+    """Return the layout of the weights on each rank of the job, in rank order; collective.
 
-    A layout names the rank's position in the model-parallel grid, the ranges of elements that it
-    holds, the ranges (matrices) that should not be divided among ranks, and a digest of the
-    tensors' names, shapes and dtypes, by which the ranks at one position are compared.
+    A layout names the rank's position in the model-parallel grid, the ranges of elements that the
+    rank holds, the ranges (matrices) that should not be divided among ranks, and a digest of the
+    tensors' names, shapes and dtypes. The digest must be equal on all ranks at a position.
 
     Args:
         weights: Weights of this rank.
@@ -216,7 +247,7 @@ def _gather_layouts(
         indivisible=[(matrix.start, matrix.stop) for matrix in matrices],
     )
     layouts = []
-    # The layouts go through JSON, which has lists instead of tuples.
+    # The layouts go through JSON, and so have lists instead of tuples.
     for position, digest, total, holdings, indivisible in job_ranks.all_gather(list(layout)):
         layouts.append(
             _Layout(position, digest, total, _as_ranges(holdings), _as_ranges(indivisible))
@@ -234,7 +265,7 @@ def _links(place: JoinPlace, identity: RankIdentity, state: OuterState) -> PeerL
     Args:
         place: Coordinator, credentials and ports of this job.
         identity: This rank.
-        state: Outer state, from which other jobs may take weights.
+        state: Outer state; other jobs may take weights from it.
     """
     listening = open_port(place, identity.rank)
     # HOST:PORT that this rank publishes to other jobs; "" if it cannot be called.
@@ -253,24 +284,24 @@ def _links(place: JoinPlace, identity: RankIdentity, state: OuterState) -> PeerL
 def _maps(
     job: str, layouts: list[_Layout], settings: OuterSettings, job_ranks: JobRanks
 ) -> dict[str, list[RankRange]]:
-    """Divide the model among this job's ranks: who exchanges which elements with other jobs.
+    """Divide the model's elements among this job's ranks, for the exchange with other jobs.
 
-    Ranks at one position of the model-parallel grid hold the same part of the model. Elements that
-    several of them hold (replicas) are divided among the holders. Elements that only one of them
+    Ranks at the same position of the model-parallel grid hold the same part of the model. Elements
+    that several of them hold (replicas) are divided among the holders. Elements that a single rank
     holds (a ZeRO or FSDP shard) are exchanged by that rank.
 
     Args:
         job: Name of this job, for error messages.
         layouts: Weights that each rank holds, in rank order.
         settings: The --holmes-outer settings.
-        job_ranks: Its refuse() raises the error: HolmesError on rank 0, which prints it, and
-            RemoteError on the others. All ranks have the same layouts, so all of them raise it.
+        job_ranks: Raises the error on all ranks (refuse()): HolmesError on rank 0, where it is printed,
+            and RemoteError on the others. All ranks have the same layouts, so all of them raise it.
 
     Returns:
         Position -> ranges of elements, each with the rank that exchanges it.
 
     Raises:
-        HolmesError: Ranks at one position hold different tensors, or no rank holds some element.
+        HolmesError: Ranks at the same position hold different tensors, or no rank holds some element.
     """
     maps = {}
     for position in dict.fromkeys(layout.position for layout in layouts):
@@ -306,13 +337,12 @@ def _gather_what_is_cut(
     process groups: all ranks make those of all positions, in the same order, as torch requires.
 
     Args:
-        state: Outer state of this rank, whose fragments get collective outer steps.
+        state: Outer state of this rank; its fragments get collective outer steps.
         maps: Position -> elements that each rank exchanges with other jobs.
         layouts: Weights that each rank holds, in rank order.
         rank: This rank.
         device: Device on which the default backend moves tensors (the GPU with NCCL). The matrices
-            are computed on the device of the weights, which may be another one (offloaded to the
-            CPU).
+            are computed on the device of the weights; that may differ (weights offloaded to the CPU).
     """
     for position, owned in maps.items():
         ranks = [other for other, layout in enumerate(layouts) if layout.position == position]
@@ -322,8 +352,7 @@ def _gather_what_is_cut(
             continue
         group = dist.new_group(ranks)
         if rank in ranks:
-            # Gathers the fragment from all ranks at this position, which together hold all its
-            # elements.
+            # Gathers the fragment from all ranks at this position: together they hold all its elements.
             holders = Replicas(owned, ranks, group, device)
             gather_cut_matrices(state.fragments, state.matrices, holders, state.weights.device)
 
@@ -337,8 +366,8 @@ def _refuse_unsupported_shards(
 ) -> None:
     """Raise HolmesError if shards overlap partly, or replicas hold different weights; collective.
 
-    JobRanks.refuse() raises the error: HolmesError on rank 0, which prints it, RemoteError on other
-    ranks. All ranks check the same layouts; only ranks that should be equal compare their
+    JobRanks.refuse() raises the error: HolmesError on rank 0, where it is printed, RemoteError on
+    other ranks. All ranks check the same layouts; only ranks that should be equal compare their
     checksums.
 
     Args:
@@ -360,7 +389,7 @@ def _refuse_unsupported_shards(
 
 
 def _flat(ranges: list[RankRange]) -> list[int]:
-    """Return start, stop, rank of all ranges in one list, as reports.Hello contains them."""
+    """Return [start, stop, rank, start, stop, rank, ...] of the ranges: the form in reports.Hello."""
     numbers = []
     for span in ranges:
         numbers += [span.start, span.stop, span.rank]
@@ -370,16 +399,15 @@ def _flat(ranges: list[RankRange]) -> list[int]:
 def _rank_with_partial_overlap(layouts: list[_Layout]) -> int | None:
     """Return a rank that holds some, but not all, elements of another rank; None if there is none.
 
-    Ranks at different positions of the model-parallel grid hold different weights, so only ranks at one
+    Ranks at different positions of the model-parallel grid hold different weights, so only ranks at the same
     position are compared.
 
     Args:
         layouts: Weights that each rank of the job holds, in rank order.
     """
     seen: set[str] = set()  # positions with holdings
-    ranges_at: dict[
-        str, list[RankRange]
-    ] = {}  # position -> ranges of ranks with different holdings
+    # Position -> ranges of ranks with different holdings.
+    ranges_at: dict[str, list[RankRange]] = {}
     for rank, layout in enumerate(layouts):
         if layout.holdings_key in seen:
             continue  # a replica: an earlier rank holds exactly the same elements

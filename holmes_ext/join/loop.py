@@ -1,8 +1,8 @@
-"""Inner steps and outer steps of a joined job: what its training thread does after each optimizer step.
+"""Inner steps and outer steps of a joined job: the work of its training thread after each optimizer step.
 
-The model is divided into fragments, which are exchanged with the other jobs one after the other, each of them
+The model is divided into fragments. They are exchanged with the other jobs one after the other, each fragment
 every `every` inner steps. The time between the exchanges of two fragments is a period: it has
-P = every / fragments inner steps. With D = `delay`, one period goes like this:
+P = every / fragments inner steps. With D = `delay`, a period goes like this:
 
     inner step   1 .. P-D-1   P-D                       P-D+1 .. P-1     P
     training     train        capture a fragment's      train, while     wait for the round to end, take the
@@ -45,7 +45,7 @@ _SHORTEST_STEP_S = 1e-6
 
 @dataclass(frozen=True)
 class Record:
-    """One finished round of this rank, with its result, for telemetry and `holmes report`."""
+    """Finished round (exchange of a fragment with other jobs), for telemetry and `holmes report`."""
 
     number: int
     fragment: int
@@ -59,13 +59,13 @@ class _Capture:
     """Pseudo-gradient of a fragment (anchor minus local weights), perhaps not sent yet."""
 
     in_flight: InFlight
-    #: Host copy of the local weights at the capture; later ones minus these are the steps to keep.
-    #: None: inner steps after the capture will be discarded.
+    #: Host copy of the local weights at the capture, to compute the later inner steps that are kept (later
+    #: weights minus these). None: inner steps after the capture will be discarded.
     parts: list[Part] | None = None
 
 
 class OuterLoop:
-    """Outer training (DiLoCo) of a joined job on one rank; after_step() follows each inner step."""
+    """Outer training (DiLoCo) of a joined job on this rank; after_step() follows each inner step."""
 
     def __init__(
         self,
@@ -81,10 +81,10 @@ class OuterLoop:
 
         Args:
             settings: The --holmes-outer settings.
-            weights: Weights of this rank, which inner steps change.
+            weights: Weights of this rank; inner steps change them.
             state: Anchors (weights after the last outer step) and outer momentum, by fragment.
             rounds: Background thread (rounds thread): exchanges submitted pseudo-gradients.
-            replicas: Ranks of this job that hold the same weights; each has a part of the anchor.
+            replicas: Ranks of this job that hold the same weights; each has a part of the anchors.
             on_round: Called with the record of a round after its result was applied (telemetry).
             written: Called after local weights were overwritten, on all ranks in the same step. The
                 framework's patch then updates copies of them, such as bf16 weights.
@@ -97,7 +97,7 @@ class OuterLoop:
         self.replicas = replicas
         self._on_round = on_round
         self._on_weights_written = written
-        self.number = 0  # last round that this job began, or heard of
+        self.number = 0  # last round that this job began, or that a reply of the coordinator named
         self.steps = 0  # inner steps of this job
         # Inner steps between the exchanges of two fragments. A period must be longer than `delay`: a
         # pseudo-gradient is sent and its aggregate is applied in the same period.
@@ -106,15 +106,15 @@ class OuterLoop:
         self._tokens = 0.0  # that this rank has read since its last pseudo-gradient (capture)
         self._captured: dict[int, _Capture] = {}  # by fragment; not passed to the rounds thread yet
         self._submitted: dict[int, _Capture] = {}  # by fragment; passed to it, not yet applied
-        #: Fragment -> pseudo-gradient of a void round, which is added to the fragment's next one.
+        #: Fragment -> pseudo-gradient of a void round, to be added to the fragment's next pseudo-gradient.
         self._carried: dict[int, torch.Tensor] = {}
         self._period_start = time.monotonic()
 
     def after_step(self, tokens: float = 1.0) -> None:
-        """Count an inner step; send a pseudo-gradient or apply an aggregate if one is due.
+        """Count an inner step; send a pseudo-gradient or apply an aggregate if it is time.
 
         Args:
-            tokens: Tokens (or samples, in all jobs alike) that this rank has read in this step.
+            tokens: Tokens that this rank has read in this step; all jobs may count samples instead.
 
         Raises:
             HolmesError: The coordinator has rejected the job, or the weights were reallocated.
@@ -214,15 +214,15 @@ class OuterLoop:
         self._apply_result(fragment, sent, result)
         is_left_out = self.rounds.job in result.left_out
         if is_left_out and not result.norm:
-            # A norm of 0 stands for one that is not finite. In the next inner step, NaNs of this
+            # A norm of 0 here means: the norm is not finite. In the next inner step, NaNs of this
             # fragment would reach the weights of all fragments, so reset all of them.
             for index in range(len(self.state.fragments)):
                 self._set_to_anchor(index)
         captured_again = self._captured.get(fragment)
         if captured_again is not None and result.verdict != "taken":
             # CO2 captures the next pseudo-gradient before it applies the last aggregate. A round
-            # accepts only pseudo-gradients of the current anchor, which the outer step has just
-            # replaced. The captured difference stays valid, so it gets the new anchor's version.
+            # accepts only pseudo-gradients of the current anchor, and the outer step has just replaced
+            # the anchor. The captured difference stays valid, so it gets the new anchor's version.
             # (After "taken", the weights are another job's: the next round drops this difference.)
             captured_again.in_flight.anchor_version = self.state.fragments[fragment].version
         self._on_round(Record(in_flight.number, fragment, in_flight.step, exposed_s, result))
@@ -231,20 +231,21 @@ class OuterLoop:
         """Update anchor and local weights of a fragment after its round, by the round's verdict.
 
             taken     (weights came from another job) local weights <- the new anchor
-            commit    take the outer step; then combine local weights and new anchor as the setting
-                      `mix` says. If this job's pseudo-gradient did not count ("left out"),
+            commit    take the outer step; then combine local weights and new anchor by the setting
+                      `mix`. If this job's pseudo-gradient did not count ("left out"),
                       local weights <- the new anchor
             void      no outer step. Keep the local weights; but if this job was left out, or the
                       algorithm keeps no inner steps in them (CO2), local weights <- the anchor
 
         Args:
+            fragment: Index of the fragment.
             sent: The pseudo-gradient that this job submitted, with the local weights at that time.
             result: Result of the round.
         """
         number = sent.in_flight.number
         is_left_out = self.rounds.job in result.left_out
-        # Rounds whose outer steps the rounds thread has prepared. A committed round is missing if
-        # the fragment was replaced by another job's since then; it is then treated as void.
+        # Rounds whose outer steps the rounds thread has prepared. A committed round is missing if the
+        # fragment has been replaced by another job's since then; the round is then treated as void.
         rounds_to_apply = [step.number for step in self.state.fragments[fragment].pending]
         if result.verdict == "taken":
             for index in result.fragments:
@@ -290,10 +291,10 @@ class OuterLoop:
         self._overwrite_local(index, lambda local, anchor: anchor)
 
     def _mix_with_anchor(self, index: int, captured: list[Part] | None) -> None:
-        """Set a fragment's local weights after an outer step by the setting `mix`; collective.
+        """Set the local weights of fragment `index` after an outer step by the setting `mix`; collective.
 
-        mix=keep: anchor plus inner steps since the capture. A number: that share of local weights,
-        rest anchor.
+        mix=keep: anchor plus inner steps since the capture. mix=A, a number: A * local weights +
+        (1 - A) * anchor.
 
         Args:
             captured: With mix=keep, the local weights at the capture; None: keep no inner steps.
@@ -310,20 +311,20 @@ class OuterLoop:
     def _overwrite_local(
         self, index: int, new_values: Callable[[Part, torch.Tensor], torch.Tensor]
     ) -> None:
-        """Overwrite a fragment's local weights with values computed from their anchor; collective.
+        """Overwrite the local weights of fragment `index` with values from their anchor; collective.
 
         Each rank has the anchor of the elements that it exchanges. It gets the anchor of its other
         elements from the ranks that hold the same weights.
 
         Args:
-            new_values: (consecutive local weights, their anchor) -> new values of these weights.
+            new_values: Called with consecutive local weights and their anchor; returns their new values.
         """
         for local, anchor in self._gathered(index, self.state.fragments[index].anchor):
             local.values.copy_(new_values(local, anchor))
         self._on_weights_written()
 
     def _gathered(self, index: int, mine: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
-        """Gather a tensor of a fragment from the replicas, and yield it next to the local weights.
+        """Gather a tensor of a fragment from the replicas, and yield it part by part; collective.
 
         Several ranks of a job may hold the same weights (replicas). Each of them keeps the anchor for its
         own share of the elements only, so the shares are gathered before the local weights are written.
@@ -343,17 +344,17 @@ class OuterLoop:
                 yield local, part.values[first:last].to(local.values.device)
 
     def _wanted_period(self) -> int:
-        """Return how many inner steps this rank proposes from one fragment's exchange to the next one's.
+        """Return the period that this rank proposes, in inner steps; 0: no change.
 
-        With `every` in seconds, all fragments are exchanged once in that time. So the proposal is every /
-        fragments seconds, divided by the measured time of a step. All ranks use rank 0's. 0: no change.
+        With `every` in seconds, all fragments are exchanged once in that time. So a period takes every /
+        fragments seconds; divided by the measured time of a step. All ranks use the proposal of rank 0.
         """
         if not self.settings.seconds:
             return 0
         step_s = (time.monotonic() - self._period_start) / self.in_period
         period_s = self.settings.seconds / self.settings.fragments
         steps = round(period_s / max(step_s, _SHORTEST_STEP_S))
-        # An aggregate is applied `delay` steps after sending, and before the next one is sent.
+        # An aggregate is applied `delay` steps after sending, and before the next fragment is sent.
         return max(self.settings.delay + 1, steps)
 
     # Checkpoints, beginning and end
@@ -413,7 +414,7 @@ class OuterLoop:
     def load_state_dict(self, saved: Any, source: str = "checkpoint") -> None:
         """Load the outer training's state from a checkpoint; allowed only before begin().
 
-        It has anchors (weights after the last outer step), momentum, counters, unapplied results.
+        The state has anchors (weights after the last outer step), momenta, counters, unapplied results.
 
         Args:
             saved: Result of state_dict().
@@ -430,10 +431,9 @@ class OuterLoop:
         """Load a checkpoint's state, after its digest was checked.
 
         Args:
-            saved: Result of state_dict(). "carried": fragment -> pseudo-gradient of a round without
-                outer step, added to the next one of that fragment. "submitted": pseudo-gradients
-                whose round has ended, with its result, which training has not applied yet. Their
-                "parts": local weights at the capture, as [first element, values]; or None.
+            saved: Result of state_dict(). "carried": fragment -> pseudo-gradient of a void round, to be
+                added to the fragment's next pseudo-gradient. "submitted": pseudo-gradients of rounds
+                that had ended, with results that training had not applied yet (_saved_submitted()).
             source: Name of the checkpoint in error messages.
         """
         self.state.load(saved["state"], source)
@@ -450,7 +450,7 @@ class OuterLoop:
                 sent["fragment"],
                 sent["gradient"],
                 anchor_version=sent["base"],
-                tokens=0.0,  # only needed before the round, which is over
+                tokens=0.0,  # only needed before the round, and that is over
                 step=sent["step"],
             )
             # The round had ended when the state was saved.
@@ -464,7 +464,7 @@ class OuterLoop:
         """Enter the run and start the rounds thread; collective.
 
         Returns:
-            Where the job's weights come from, for a message to the user.
+            Source of the job's weights, for a message to the user.
 
         Raises:
             HolmesError: The coordinator refuses the job, or its ranks loaded different checkpoints.
@@ -480,7 +480,7 @@ class OuterLoop:
         versions = [fragment.version for fragment in self.state.fragments]
         result = self.rounds.enter(max(self.number, *versions))
         self.number = result.round
-        for index in result.fragments:  # whose anchors came from another job
+        for index in result.fragments:  # fragments with an anchor from another job
             self._set_to_anchor(index)
         self.rounds.start()
         self._period_start = time.monotonic()
@@ -495,6 +495,6 @@ class OuterLoop:
 
 
 def _values_of(parts: list[Part], start: int, stop: int) -> torch.Tensor:
-    """Return the values of elements [start, stop), all of which lie in one of the parts."""
+    """Return the values of elements [start, stop); all of them lie in the same part."""
     holder = next(part for part in parts if part.start <= start and stop <= part.stop)
     return holder.values[start - holder.start : stop - holder.start]

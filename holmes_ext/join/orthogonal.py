@@ -5,15 +5,16 @@ approximately by a Newton-Schulz iteration:
 
     Q = b X X' + c (X X')^2        X <- a X + Q X        (a, b, c: constants)
 
-The jobs must have the same anchors bit for bit, but the rounding of a matrix product depends on the order of
-its sums, which differs between CPUs and GPUs. So here all matrix products are exact in float64:
+The jobs must have the same anchors (weights after the last outer step) bit for bit. But the rounding of a
+matrix product depends on the order of its sums, and this order differs between CPUs and GPUs. So here all
+matrix products are exact in float64:
 
 1. Before each product, the elements of both matrices are rounded to multiples of 2^-25. The product of two
    elements is then a multiple of 2^-50.
 2. An element of a matrix product is a sum of such products. It is at most the length of a row times
    the length of a column, and these are at most the largest singular values s of the two matrices:
        X       s <= 1.01 at first, because the Frobenius norm is 1, to 1 %. An iteration maps s to
-               a s + b s^3 + c s^5, which is below 1.21 for all s from 0 to 1.21
+               a s + b s^3 + c s^5: below 1.21 for all s from 0 to 1.21
        X X'    s^2, below 1.5
        Q       |b s^2 + c s^4|, below 2.9
    So sums are below 1.5 in X X', 1.5 x 1.5 = 2.3 in (X X')^2, and 2.9 x 1.21 = 3.6 in Q X.
@@ -36,21 +37,25 @@ if TYPE_CHECKING:
 _GRID = 2.0**25
 #: To compute a length, elements are rounded to multiples of (largest element) / _LENGTH_GRID.
 _LENGTH_GRID = 2.0**16
-#: Coefficients a, b, c of the Newton-Schulz iteration, which moves singular values to about 1.
+#: Coefficients a, b, c of the Newton-Schulz iteration; it moves singular values to about 1.
 _A = 3.4445
 _B = -4.7750
 _C = 2.0315
 #: Newton-Schulz iterations.
 _STEPS = 5
-#: Largest ratio of the sides of a layer's matrix. The embedding of a vocabulary has a larger one; each of its
-#: rows is a step of its own.
+#: Largest ratio of the sides of a layer's matrix. The embedding of a vocabulary has a larger ratio; each of
+#: its rows is a step of its own.
 _LONGEST = 16
 #: Dimensions of a matrix.
 _MATRIX_DIMENSIONS = 2
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
-    """Return whether Muon orthogonalizes a tensor of this shape: it is the weight matrix of a layer."""
+    """Return whether Muon orthogonalizes a tensor of this shape.
+
+    It does if the tensor has two dimensions, both greater than 1, and the longer is at most 16 times the
+    shorter: the weight matrix of a layer, but not an embedding.
+    """
     if len(shape) != _MATRIX_DIMENSIONS:
         return False
     shorter, longer = sorted(shape)
@@ -73,13 +78,13 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Matrices:
-    """Weight matrices within a flat CPU tensor, which orthogonalize() orthogonalizes one by one.
+    """Positions of weight matrices within a flat CPU tensor; orthogonalize() changes them one by one.
 
     It copies each matrix to `device`, computes there, and writes the result back.
     """
 
     places: Sequence[Matrix] = ()
-    device: torch.device | str = "cpu"  # that computes
+    device: torch.device | str = "cpu"  # device that computes
 
     #: orthogonalize() is collective over ranks of the job.
     needs_others: ClassVar[bool] = False
@@ -100,12 +105,12 @@ class Matrices:
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the nearest orthogonal matrix (approximately), scaled to the Frobenius norm of the given one.
+    """Return the nearest orthogonal matrix (approximately), scaled to the Frobenius norm of `matrix`.
 
     All machines get the same bits, because the matrix products are exact. Their factors are rounded
-    to multiples of 2^-25, so each product of two elements is a multiple of 2^-50. The sums of these
-    are below 2^3, so they fit in the 53 bits of a float64, and none is rounded, in whatever order
-    it is computed.
+    to multiples of 2^-25, so each product of two elements is a multiple of 2^-50. Sums of such
+    products are below 2^3, so they fit in the 53 bits of a float64. They are not rounded, in
+    whatever order they are computed.
 
     Args:
         matrix: float32 matrix. A matrix of zeros is returned as it is.
@@ -128,9 +133,9 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def frobenius(matrix: torch.Tensor) -> float:
-    """Return the Frobenius norm of a float32 matrix, to 1 %, with the same bits on every machine.
+    """Return the Frobenius norm of a float32 matrix, accurate to 1 %, with the same bits on every machine.
 
-    Elements are rounded to whole numbers, whose squares are summed without rounding errors.
+    Elements are rounded to whole numbers; the squares of these are summed without rounding errors.
     """
     largest = float(matrix.abs().max())
     scale = _LENGTH_GRID / largest if largest else 0.0

@@ -1,4 +1,4 @@
-"""Pictures of joined jobs: forecast of their speed, rounds of one job, and losses of all jobs."""
+"""Pictures of joined jobs: forecast of their speed, rounds of a job, and losses of all jobs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LABEL_BELOW = -16
 
 @dataclass(frozen=True)
 class Incarnation:
-    """A job from one start to its end or death."""
+    """Start of a job, with its steps until the job ends or is killed."""
 
     job: str
     end: float  # seconds from the first job's start
@@ -59,9 +59,9 @@ def worth_figure(
 ) -> Any:
     """Draw tokens/s of joined jobs over the setting `every`, compared with single jobs.
 
-    The model is exchanged in `fragments`, each of them once in `every` inner steps, and its
-    aggregate is applied `delay` inner steps after it was sent. There are three lines, which differ
-    in `fragments` and `delay`: both by default, the longest possible delay, or the most fragments
+    The model is exchanged in `fragments` parts, each of them once in `every` inner steps. The
+    aggregate of a fragment is applied `delay` inner steps after it was sent. The three lines differ in
+    `fragments` and `delay`: both by default, the longest possible delay, or the most fragments
     (over_every). Points are filled if training never waits for a round. Horizontal lines show the
     alternatives: single jobs.
 
@@ -69,8 +69,8 @@ def worth_figure(
         rounds: Forecasts for joined jobs.
         tokens: Tokens of a sample.
         single_jobs: Name of a way to train with one job -> its tokens/s.
-        verdict: Title: which way to train is recommended.
-        width: Of the figure, in inches.
+        verdict: Title of the figure: the recommended way to train.
+        width: Width of the figure, in inches.
     """
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(width, 4.8), layout="constrained")
@@ -118,6 +118,7 @@ def losses_figure(lives: Sequence[Incarnation], width: float = WIDE) -> Any:
 
     Args:
         lives: Each start of each job, until its end.
+        width: Width of the figure, in inches.
     """
     figure, axis = pyplot().subplots(figsize=(width, 4), layout="constrained")
     colours: dict[str, str] = {}  # by job

@@ -1,7 +1,8 @@
 """Predicted step times of one job in each cluster, for the forecast of joined jobs.
 
 batches        samples of each job, in proportion to the clusters' nodes or speeds
-first look     search for the best plan of each job (planner/search/sketch.py), without a proof
+first look     search for the best plan of each job (planner/search/sketch.py), without a proof that no plan
+               is better
 equal jobs     clusters with equal nodes, networks and batches are searched once
 """
 
@@ -19,14 +20,14 @@ from holmes_ext.planner.search.changed import ethernet_s
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.search import first_look
 
-#: Least seconds of the search for the best plan of one job.
+#: Least seconds of the search for the best plan of a job.
 LEAST_SECONDS = 1.0
 
 
 class PricedJobs(NamedTuple):
     """Predicted step times of several jobs, one in each cluster.
 
-    The step time of a job is that of its best plan, which a search with a time limit finds.
+    The step time of a job is that of the best plan that a search with a time limit finds.
     """
 
     jobs: list[JoinedJob]
@@ -37,7 +38,7 @@ class PricedJobs(NamedTuple):
 def price_jobs(spanning: SearchResult, batches: Mapping[str, int], seconds: float) -> PricedJobs:
     """Predict the step time of a job on each cluster alone: that of the best plan a search finds.
 
-    Equal jobs, on clusters with equal nodes, networks and batches, share one search.
+    Equal jobs, on clusters with equal nodes, networks and batches, share a single search.
 
     Args:
         spanning: The search for one job that spans the clusters; the jobs train the same model.
@@ -94,7 +95,7 @@ def _predict_step(request: SearchResult, seconds: float) -> _StepPrediction:
 
 
 def _request(spanning: SearchResult, cluster: str, samples: int) -> SearchResult:
-    """Return the request of a search for a job with `samples` samples a step on one cluster."""
+    """Return the request of a search for a job with `samples` samples a step on a cluster."""
     site = site_of_cluster(spanning.network.site, cluster)
     model = replace(spanning.model, global_batch=samples, micro_batches=0)
     request = spanning.on(Network(site, spanning.network.links), model)
@@ -105,13 +106,13 @@ def _step_time_key(request: SearchResult, cluster: str) -> Hashable:
     """Return a key that is equal for two jobs if the same search predicts their step times.
 
     The key contains the samples of a step, the GPU, and the processes and networks of every node.
-    The model is not in it, because all jobs of a forecast train the same one.
+    The model is not in it, because all jobs of a forecast train the same model.
     """
     network = request.network
     fabrics: dict[str, Hashable] = {}  # name of a network -> its part of the key
     for fabric in network.site.fabrics:
         if fabric.name in network.links.measured:
-            # Measured rates belong to this network alone: no other one is equal to it.
+            # Measured rates belong to this network alone: no other network is equal to it.
             fabrics[fabric.name] = fabric.name
         else:
             fabrics[fabric.name] = (fabric.kind, fabric.rate_bps, fabric.latency_s)

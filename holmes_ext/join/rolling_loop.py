@@ -1,14 +1,14 @@
-"""Inner steps and outer steps with rounds=async: what the training thread does after each optimizer step.
+"""Inner steps and outer steps with rounds=async: the training thread's work after each optimizer step.
 
-With P inner steps from one fragment's exchange to the next one's, and D = `delay`:
+With P inner steps from a fragment's exchange to the next fragment's (a period), and D = `delay`:
 
     inner step   1 .. P-D-1   P-D                         P-D+1 .. P-1   P
-    training     train        capture a fragment's        train          apply the aggregates that are there;
-    thread                    pseudo-gradient, submit                    wait for no round
+    training     train        capture a fragment's        train          apply the aggregates that have
+    thread                    pseudo-gradient, submit                    arrived; wait for no round
 
-An outer step moves the anchor, and the local weights by the same amount. Progress that no round has counted
-yet stays in the local weights, and is part of a later pseudo-gradient. With g the pseudo-gradient that this
-job contributed (anchor minus local weights):
+An outer step moves the anchor (the fragment's weights after the last outer step), and the local weights by
+the same amount. Progress that no round has counted yet stays in the local weights, and is part of a later
+pseudo-gradient. With g the pseudo-gradient that this job contributed (anchor minus local weights):
 
     round to which this job contributed g    local <- local + (move of the anchor) + g
     round that this job only received        local <- local + (move of the anchor)
@@ -55,7 +55,17 @@ class RollingLoop(OuterLoop):
         self._next = 0  # fragment to capture next, if it is free
 
     def after_step(self, tokens: float = 1.0) -> None:
-        """Count an inner step, and its tokens for each fragment; see OuterLoop.after_step."""
+        """Count an inner step; send a pseudo-gradient or apply aggregates if it is time.
+
+        Each fragment has its own count of tokens since its last capture, because a fragment on offer
+        misses its turn.
+
+        Args:
+            tokens: Tokens that this rank has read in this step; all jobs may count samples instead.
+
+        Raises:
+            HolmesError: The coordinator has rejected the job, or the weights were reallocated.
+        """
         self._tokens_of_fragment = [before + tokens for before in self._tokens_of_fragment]
         super().after_step(tokens)
 
@@ -69,7 +79,7 @@ class RollingLoop(OuterLoop):
             Index of the fragment; _NO_FRAGMENT if all fragments have a pseudo-gradient on offer.
         """
         count = len(self.state.fragments)
-        # From the next fragment on, the first one without a pseudo-gradient on offer.
+        # From the next fragment on, the first fragment without a pseudo-gradient on offer.
         candidates = [(self._next + offset) % count for offset in range(count)]
         free = [index for index in candidates if index not in self._submitted]
         if not free:
@@ -79,8 +89,8 @@ class RollingLoop(OuterLoop):
         # The capture takes self._tokens as the tokens of this pseudo-gradient, and sets it to 0.
         self._tokens = self._tokens_of_fragment[index]
         self._tokens_of_fragment[index] = 0.0
-        # The second argument is the round's number. There is no round yet, so any number will do:
-        # the rounds thread sets the true one when the coordinator has begun a round.
+        # The second argument is the round's number. There is no round yet, so any number will do: the
+        # rounds thread sets the true number when the coordinator has begun a round.
         self._capture_fragment(index, number=index + 1)
         # in_period: inner steps since the period began.
         step_s = (time.monotonic() - self._period_start) / max(1, self.in_period)
@@ -93,8 +103,8 @@ class RollingLoop(OuterLoop):
         """Pass the captured pseudo-gradient of a fragment to the rounds thread.
 
         Args:
-            fragment: What capture() returned; with _NO_FRAGMENT nothing was captured, and nothing
-                is passed.
+            fragment: Result of capture(); with _NO_FRAGMENT nothing was captured, and nothing is
+                passed.
         """
         if fragment != _NO_FRAGMENT:
             super().submit(fragment)
@@ -111,7 +121,7 @@ class RollingLoop(OuterLoop):
         """
         begin = time.monotonic()
         ended_on_rank_0 = self._training_collectives.broadcast_from_rank_0(self.rounds.ended)
-        # Those that were not returned before; each with the pseudo-gradient that this job contributed.
+        # Results not returned before, each with the pseudo-gradient that this job contributed.
         ended_rounds = self.rounds.results_until(ended_on_rank_0)
         exposed_s = time.monotonic() - begin  # training waited
         for contribution, result in ended_rounds:
@@ -155,8 +165,8 @@ class RollingLoop(OuterLoop):
         """Take the outer step of a committed round, and move the local weights with the anchor.
 
         Local weights have the job's own progress -g already (g: pseudo-gradient = anchor - local
-        weights). The anchor's move contains this progress, too, if the job contributed g. So that
-        it does not count twice, the local weights then move by (anchor's move + g).
+        weights). If the job contributed g, the anchor's move contains this progress, too. It must not
+        count twice, so the local weights move by (anchor's move + g) in this case.
 
         Afterwards, a pseudo-gradient that counted is forgotten, and the fragment can be captured
         again. If the job only received the aggregate, its pseudo-gradient is offered again. If the
@@ -170,16 +180,17 @@ class RollingLoop(OuterLoop):
         """
         fragment = self.state.fragments[index]
         anchor_before = fragment.anchor.clone()
-        self.state.apply(fragment)
+        self.state.apply(fragment)  # the outer step moves the anchor
         move = fragment.anchor - anchor_before
-        if contribution is not None and result.members.get(self.rounds.job, 0) > 0:
-            move += contribution.gradient  # of the elements that this rank exchanges, like the move
+        is_contributor = result.members.get(self.rounds.job, 0) > 0
+        if contribution is not None and is_contributor:
+            move += contribution.gradient  # g, so that it does not count twice
             self._submitted.pop(index, None)
         if is_left_out:
             self._discard_local_progress(index)
             return
-        # Replicas have the move of the other elements; _gathered() yields the move of all local
-        # elements.
+        # This rank has the move only of the elements that it exchanges, other ranks with the same weights
+        # have the rest. _gathered() yields the move of all local elements.
         for local, move_of_part in self._gathered(index, move):
             local.values.add_(move_of_part)
         self._on_weights_written()  # the framework updates its copies of the weights

@@ -2,9 +2,9 @@
 
     every=32,fragments=4,delay=5,lr=1,momentum=auto,compress=bf16,aggregate=mean,...
 
-The weights are divided into `fragments`. Each fragment is exchanged every `every` inner steps (or seconds:
-every=60s), one after the other. Its pseudo-gradient is sent `delay` inner steps before the aggregate is
-applied.
+The weights are divided into `fragments` parts. They are exchanged one after the other, each every `every`
+inner steps (or seconds: every=60s). A fragment's pseudo-gradient is sent `delay` inner steps before the
+aggregate is applied.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _MOST_JOBS = 64
 OF_JOB = ("timeout", "part")
 #: Settings that jobs do not compare with each other; the coordinator sets `min`.
 _NOT_COMPARED = ("min", *OF_JOB)
-#: Settings whose value may be "auto", which is stored as None.
+#: Settings with an allowed value "auto"; it is stored as None.
 _AUTO = ("momentum", "grace")
 
 
 @dataclass(frozen=True)
 class OuterSettings:
-    """The --holmes-outer settings of one job: when and how it exchanges weights with other jobs.
+    """The --holmes-outer settings of a job: when and how it exchanges weights with other jobs.
 
     Raises:
         HolmesError: A value is out of range, or values do not fit each other.
@@ -85,9 +85,10 @@ class OuterSettings:
             raise HolmesError(f"--holmes-outer: {problem}")
 
     def _problems(self) -> Iterator[str]:
-        """Yield error messages about settings with invalid values; only the first one is reliable.
+        """Yield an error message for each invalid value, or combination of values.
 
-        Later checks may assume that the earlier ones have passed.
+        Callers should use only the first message: later checks assume that the earlier checks have
+        passed, so after an invalid value their messages may be wrong.
         """
         for problem in problems_in(self):  # values outside the limits in the fields' annotations
             value = repr(problem.value) if isinstance(problem.value, str) else f"{problem.value:g}"
@@ -100,11 +101,11 @@ class OuterSettings:
         # weights contain inner steps that are not part of any pseudo-gradient yet. They must stay, so
         # that the next pseudo-gradient contains them. Only mix=keep keeps them, and only algorithms
         # with keeps_progress can do that.
+        keeps_inner_steps = self.mix == "keep" and algorithm.keeps_progress
         # every=60s: rank 0 converts the seconds to inner steps, and the other ranks learn the number
         # from the result of a round (RoundResult.period). With rounds=async, results do not have it.
-        if self.rounds == "async" and (
-            self.seconds or self.mix != "keep" or not algorithm.keeps_progress
-        ):
+        is_every_in_seconds = self.seconds > 0
+        if self.rounds == "async" and (is_every_in_seconds or not keeps_inner_steps):
             names = [name for name, kind in ALGORITHMS.items() if kind.keeps_progress]
             yield f"rounds=async needs every=STEPS, mix=keep and algorithm={' or '.join(names)}"
         # part=k/K: this job reads the k-th of K parts of the data set.
@@ -152,7 +153,7 @@ class OuterSettings:
 
     @property
     def data_part(self) -> tuple[int, int]:
-        """Return (k, K): this job reads the k-th (from 0) of K parts of the data set."""
+        """Return (k, K): this job reads part k (0 to K - 1) of the K parts of the data set."""
         k, _, parts = self.part.partition("/")
         return int(k), int(parts)
 
@@ -174,7 +175,7 @@ class OuterSettings:
 def parse_outer(text: str) -> OuterSettings:
     """Return the settings from a text such as "every=32,fragments=4"; "" gives the defaults.
 
-    Settings that are not given get defaults that fit the given ones.
+    Settings that are not given get defaults that fit the given settings.
 
     Raises:
         HolmesError: A part of the text is malformed, or values do not fit each other.
@@ -223,7 +224,7 @@ def merge_settings(run: OuterSettings, given: str) -> OuterSettings:
 
 
 def _text_of_setting(name: str, values: Mapping[str, Any]) -> str:
-    """Return a setting's value as --holmes-outer takes it.
+    """Return a setting's value in the form of --holmes-outer.
 
     The setting "every" is stored in two fields: `every` (inner steps) or, if that is 0, `seconds`. Example:
     every=0, seconds=60.0 give "60s".
@@ -257,7 +258,7 @@ def _given_settings(text: str) -> dict[str, Any]:
 
 
 def _refuse_removed(text: str) -> None:
-    """Raise HolmesError if the text contains `compress=topk` or its setting `topk`, which were removed."""
+    """Raise HolmesError if the text contains the removed settings `compress=topk` or `topk`."""
     for part in text.split(","):
         name, _, value = map(str.strip, part.partition("="))
         if name == "topk" or (name, value) == ("compress", "topk"):
@@ -268,9 +269,9 @@ def _refuse_removed(text: str) -> None:
 
 
 def _parsed(name: str, value: str) -> Any:
-    """Convert the text of one --holmes-outer setting to the type of the setting.
+    """Convert the text of a --holmes-outer setting to the type of the setting.
 
-    "auto" gives None, where it is allowed. every=32 (inner steps) gives the integer 32, and
+    "auto" gives None, if the setting allows it. every=32 (inner steps) gives the integer 32, and
     every=60s (seconds) the float 60.0.
 
     Raises:

@@ -5,7 +5,7 @@ The jobs train one model together as joined jobs (docs/joined.md). The forecast 
     one job on the fastest cluster     one job across all clusters     joined jobs
     joined jobs with rounds by time, or with batches by speed, if the clusters are not equally fast
 
-Nothing is recommended if the time of a search was over before all parallel sizes were examined.
+Nothing is recommended if a search reached its time limit before all parallel sizes were examined.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PORT = 29600
 #: Number of joined jobs with default settings -> their loss compared with one synchronous job, as measured in
 #: docs/benchmarks/joined.md.
 _LOSS_OF_JOINED = {2: "as one job's within seed noise", 4: "0.16 to 0.22 nats behind one job's"}
-#: Advice from benchmarks/joined_muon.py.
+#: Advice from the results of benchmarks/joined_muon.py.
 _MUON = (
     "serve --outer algorithm=muon: jobs that use AdamW learned more, in small models "
     "(docs/benchmarks/joined.md)"
@@ -61,16 +61,16 @@ WORTH = 1.02
 
 
 class Choice(NamedTuple):
-    """One way to train on several clusters: its tokens/s, its expected loss, and the flags for it.
+    """Way to train on several clusters: its tokens/s, its expected loss, and the flags for it.
 
-    One job may span the clusters, or several joined jobs may exchange weights now and then.
+    A single job may span the clusters, or several joined jobs may exchange weights now and then.
     """
 
     name: str
     tokens_per_second: float
     loss: str  # in words, compared with one synchronous job
     flags: str  # to add to the command
-    is_unfinished: bool = False  # a search that it rests on ended before all sizes were examined
+    is_unfinished: bool = False  # a search for it ended before all parallel sizes were examined
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,11 @@ class JoinedForecast:
     spanning_job_tokens_per_s: float  # of the best plan of one job that spans the clusters
     #: The same jobs with batches in proportion to their speeds; None if they are equally fast.
     by_speed: joined.RoundForecasts | None = None
-    #: Clusters whose search of a job of their own was over before all sizes were examined.
+    #: Clusters for which the search for the best plan of a job on this cluster alone ended before all
+    #: parallel sizes were examined.
     unfinished: tuple[str, ...] = ()
-    is_spanning_job_unfinished: bool = False  # the same for the job that spans the clusters
+    #: The search for the job that spans the clusters ended in the same way.
+    is_spanning_job_unfinished: bool = False
 
     @cached_property
     def settings(self) -> list[joined.Setting]:
@@ -97,8 +99,8 @@ class JoinedForecast:
     def document(self) -> dict[str, Any]:
         """Return the predicted throughput as a JSON document.
 
-        Joined jobs, one in each cluster, train one model together. The alternative is one job whose
-        traffic crosses the links between the clusters.
+        Joined jobs, one in each cluster, train one model together. The alternative is a single job
+        with traffic over the links between the clusters.
 
         Returns:
             A dictionary with these keys:
@@ -112,7 +114,7 @@ class JoinedForecast:
         """
         settings = []
         for setting in self.settings:
-            # self.tokens: of one sample (a sequence)
+            # self.tokens: of a sample (a sequence)
             tokens_per_second = setting.samples_per_s * self.tokens
             settings.append({**asdict(setting), "tokens_per_second": tokens_per_second})
         return {
@@ -124,10 +126,11 @@ class JoinedForecast:
         }
 
     def least_every_sentence(self) -> str:
-        """Return a sentence: from which value of `every` on training never waits for a round.
+        """Return a sentence with the least value of `every` for which training never waits for a round.
 
-        `holmes plan` prints it. `every` is the setting of --holmes-outer: inner steps from one
-        exchange of a fragment to its next one. At least one predicted setting is without waiting.
+        `holmes plan` prints it. `every` is the setting of --holmes-outer: inner steps from an exchange
+        of a fragment (part of the model) to its next exchange. At least one of the predicted settings
+        is without waiting.
         """
         without_waiting = [setting for setting in self.settings if not setting.exposed_s]
         least = min(without_waiting, key=lambda setting: setting.every)
@@ -137,7 +140,7 @@ class JoinedForecast:
         return text
 
     def rows(self) -> list[list[str]]:
-        """Return a table of predictions, one row for each combination of values of --holmes-outer.
+        """Return a table of predictions, with a row for each combination of values of --holmes-outer.
 
         Columns:
 
@@ -167,8 +170,8 @@ class JoinedForecast:
     def choices(self) -> list[Choice]:
         """Return ways to train: one job on a cluster, one job across all clusters, joined jobs.
 
-        Each has a text on the expected loss. The loss of one job depends on its batch only, not on
-        the hardware. So the text is "of its batch": the loss that a batch of this size gives.
+        Each has a text on the expected loss. The loss of one job depends on its batch only, not
+        on the hardware. So the text is "of its batch": the loss that a batch of this size gives.
 
         Joined jobs appear in two ways:
 
@@ -202,10 +205,9 @@ class JoinedForecast:
 
     @property
     def _default_samples_per_s(self) -> float:
-        """Samples/s of all joined jobs (one in each cluster, training one model together).
+        """Return the samples/s of all joined jobs together, with the default of --holmes-outer.
 
-        It holds for the default schedule of exchanges between the jobs, which the training option
-        --holmes-outer changes.
+        --holmes-outer is the schedule of exchanges between the jobs.
         """
         return self.rounds.forecast(*joined.DEFAULT).samples_per_s
 
@@ -217,7 +219,7 @@ class JoinedForecast:
         Args:
             name: Name of this way to train, as the user sees it.
             samples_per_s: Of all jobs together.
-            loss: How the loss compares with that of one job, in words.
+            loss: Comparison of the loss with that of one job, in words.
             more_flags: Flags besides those that all joined jobs need.
         """
         first_cluster = self.rounds.jobs[0].cluster
@@ -234,10 +236,9 @@ class JoinedForecast:
     def _unequal_choices(self) -> list[Choice]:
         """Return ways to train with joined jobs of different speed, without waiting for the slowest.
 
-        Joined jobs, one in each cluster, train one model and exchange pseudo-gradients in rounds.
-        By default, a round follows the same number of inner steps in each job, and the batches are
-        in proportion to the number of ranks. Then the faster jobs wait for the slowest. There are
-        two ways out:
+        Joined jobs, one in each cluster, exchange pseudo-gradients in rounds. By default, a round
+        follows the same number of inner steps in each job, and the batches are in proportion to the
+        number of ranks. Then the faster jobs wait for the slowest. There are two ways out:
 
             rounds by time      a round follows a time, such as 15 s. Each job takes as many inner
                                 steps as it can in that time
@@ -270,7 +271,7 @@ class JoinedForecast:
         ]
 
     def unfinished_searches(self) -> list[str]:
-        """Return the jobs whose search was over before all parallel sizes were examined.
+        """Return the jobs whose search reached its time limit before all parallel sizes were examined.
 
         They may be jobs on one cluster and the job that spans all clusters.
 
@@ -317,7 +318,7 @@ class JoinedForecast:
         return [*lines, _MUON, f"most tokens/s: {best.name}; {serve}:", f"  {best.flags}"]
 
     def choice_rows(self) -> list[list[str]]:
-        """Return the table of the ways to train, one row each."""
+        """Return the table of the ways to train: name, tokens/s and loss of each."""
         rows = []
         for choice in self.choices():
             name = f"{choice.name} (search unfinished)" if choice.is_unfinished else choice.name
@@ -327,7 +328,7 @@ class JoinedForecast:
     def figure(self, width: float = WIDE) -> Any:
         """Return a matplotlib figure of tokens/s over the setting `every`.
 
-        `every` is the number of inner steps from one exchange of a part of the model to the next
+        `every` is the number of inner steps from an exchange of a part of the model to the next
         exchange of the same part.
         """
         choices = self.choices()
@@ -341,8 +342,8 @@ class JoinedForecast:
     def verdict(self) -> str:
         """Return the recommended way to train.
 
-        Ways whose loss no benchmark has measured are not recommended. If the loss of so many joined
-        jobs was not measured, the text adds this, as the reason why they are not recommended.
+        Ways whose loss no benchmark has measured are not recommended. If it was not measured for this
+        number of joined jobs, the text adds this, as the reason why they are not recommended.
         """
         if self.unfinished_searches():
             return "no recommendation: a search was not finished"
@@ -354,7 +355,7 @@ class JoinedForecast:
         return text
 
     def job_step_times(self) -> str:
-        """Return the jobs, their step times and their samples in one line."""
+        """Return a line with the jobs, their step times and their samples."""
         jobs = self.rounds.jobs
         return ", ".join(
             f"{job.cluster} {job.step_s:.4g} s a step of {counted(job.samples, 'sample')}"
@@ -364,9 +365,9 @@ class JoinedForecast:
     def show(self) -> None:
         """Print joined jobs as an alternative to one job that spans the clusters.
 
-        The output comes after the plan of that one job. It has these parts:
+        The output comes after the plan of that job. It has these parts:
 
-        1. the ways to train with their tokens/s and loss, and the recommended one
+        1. the ways to train with their tokens/s and loss, and the recommended way
         2. the predicted step time of each joined job
         3. a table of schedules for the exchanges between the jobs, with a legend
         4. a sentence: how many inner steps between exchanges hide the exchanges completely
@@ -384,12 +385,12 @@ class JoinedForecast:
     def page_parts(self) -> list[str]:
         """Return the section of the HTML page about joined jobs, as HTML fragments.
 
-        It follows the plan of one job that spans the clusters, and has the same parts as the text of
-        show(). In addition, a picture draws tokens/s against `every`: the number of inner steps from
-        one exchange of a part of the model to the next exchange of the same part.
+        It follows the plan of one job that spans the clusters, and has the same parts as the text
+        of show(). In addition, a picture draws tokens/s against `every`: the number of inner steps from
+        an exchange of a part of the model to the next exchange of the same part.
         """
         return [
-            # "its": of the one job that spans the clusters, whose plan is above.
+            # "its": of the job that spans the clusters; its plan is above.
             heading("Joined jobs in its place, one in each cluster"),
             table([column.name for column in CHOICES], self.choice_rows()),
             paragraphs([*self.advice(), self.job_step_times() + "."]),
@@ -413,28 +414,28 @@ def add_arguments(add: Callable[..., Any]) -> None:
 
 
 def wanted(args: argparse.Namespace) -> bool:
-    """Return whether --joined was given, for a forecast of one joined job in each cluster."""
+    """Return whether --joined was given: a forecast of joined jobs, one in each cluster."""
     return bool(args.joined)
 
 
 def beside(result: SearchResult, seconds: float) -> JoinedForecast:
-    """Return the forecast for joined jobs, one in each cluster, to show beside the plan of one job.
+    """Return the forecast for joined jobs, to show beside the plan of a job that spans the clusters.
 
-    Joined jobs train one model together: each takes steps by itself, and now and then (in a round)
-    they exchange how far their weights have moved.
+    Joined jobs, one in each cluster, train one model together: each takes steps by itself, and now
+    and then (in a round) they exchange how far their weights have moved.
 
     1. For each cluster, search for the best plan of a job on this cluster alone, with its share of
        the batch.
     2. Simulate the rounds between these jobs, on the network with measured rates if there are any.
-    3. If the slowest job's step takes more than UNEQUAL (1.05) times as long as the fastest one's,
+    3. If the slowest job's step takes more than UNEQUAL (1.05) times as long as the fastest job's,
        also try batches in proportion to the jobs' speeds.
 
     Args:
-        result: The search for the best plan of one job that spans the clusters.
-        seconds: Time to search for the best plan of each job, per job.
+        result: The search for the best plan of a job that spans the clusters.
+        seconds: Time limit of the search for each job's best plan.
 
     Raises:
-        HolmesError: There is only one cluster, or the model does not fit on one of the clusters.
+        HolmesError: There is only one cluster, or the model does not fit on a cluster.
     """
     site = result.network.site
     model = result.model
@@ -456,7 +457,7 @@ def beside(result: SearchResult, seconds: float) -> JoinedForecast:
         batches = joined.shares(site, result.global_batch, model.micro_batch, speeds)
         try:
             jobs_by_speed, unfinished_by_speed = price_jobs(result, batches, seconds)
-        except HolmesError:  # no plan divides a batch: then the clusters' nodes decide the batches
+        except HolmesError:  # no plan fits such a batch: keep only the batches by number of ranks
             pass
         else:
             by_speed = rounds_of(jobs_by_speed)

@@ -2,11 +2,12 @@
 
     a job       inner steps | its pseudo-gradient is sent | `delay` inner steps | waits for the round's end
     a round     begins when all jobs are ready: verdict of the coordinator, bits from each job to each other
-                one, verdict of the coordinator
+                job, verdict of the coordinator
 
-An inner step alternates between computing and sending over Ethernet, in small pieces. A fragment is divided
-into one TCP stream for each rank of the larger of two jobs. Flows that meet at a NIC, uplink or link share
-its rate (planner/simulate/events.py).
+In a round, the jobs exchange pseudo-gradients (how far their weights have moved) of a part of the model. An
+inner step alternates between computing and sending over Ethernet, in small pieces. Two jobs exchange data
+over as many TCP streams as the larger job has ranks. Flows that meet at a NIC, uplink or link share its rate
+(planner/simulate/events.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from holmes_ext.planner.simulate.events import (
     Transfers,
 )
 
-#: Two rounds are simulated and the second one is measured, because all jobs begin the first one together.
+#: Two rounds are simulated and the second is measured, because all jobs begin the first round together.
 _ROUNDS = range(2)
 #: Pieces into which the inner steps during a round are divided, so that computing and sending alternate
 #: however short the round is.
@@ -36,12 +37,12 @@ _PIECES = 64
 
 @dataclass(frozen=True)
 class JoinedJob:
-    """One of several simulated jobs that train one model: its cluster, batch and step time."""
+    """Simulated job that trains one model together with others: its cluster, batch and step time."""
 
     cluster: str
     samples: int  # of an inner step
-    step_s: float  # seconds of an inner step without joined jobs
-    ethernet_s: float = 0.0  # seconds of it that depend on the rate of Ethernet
+    step_s: float  # seconds of an inner step while no round runs
+    ethernet_s: float = 0.0  # part of `step_s` that depends on the rate of Ethernet
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,11 @@ class RoundSeconds:
     """Simulated duration of a round, and how much it delays training, in seconds."""
 
     round_s: float  # from the last job's pseudo-gradient to the aggregate in all jobs
-    waited_s: float  # for which the job that waits least waits
-    longer_s: float  # by which its inner steps between two rounds take longer than without rounds
-    #: From the end of a round to the end of the next one, in the job that takes longest: the inner
-    #: steps without a round, then those during it, then the wait for its end.
+    waited_s: float  # wait for the end of the round, in the job that waits least (the slowest job)
+    #: Time by which that job's inner steps from a round to the next take longer than without rounds.
+    longer_s: float
+    #: From the end of a round to the end of the next round, in the job that takes longest: the inner
+    #: steps without a round, those during a round, and the wait for its end.
     period_s: float
 
 
@@ -65,29 +67,29 @@ def simulate_round(
     pseudo-gradient and takes `delay` inner steps that share the network with the round. Then it
     waits for the aggregate.
 
-    Two rounds (_ROUNDS) are simulated, and the times are those of the second one. All jobs begin the
-    simulation together, so the first one is not typical.
+    Two rounds (_ROUNDS) are simulated, and the times are those of the second. All jobs begin the
+    simulation together, so the first round is not typical.
 
     Args:
         site: The clusters, and the links between them.
         joined: The jobs.
         bits: Bits that each job sends to each other job in a round.
-        alone: Inner steps between two rounds, without a round in the background: one number for all
-            jobs, or one for each job.
+        alone: Inner steps between two rounds, without a round in the background: the same number for
+            all jobs, or a number for each job.
         delay: Inner steps that a job takes while a round runs, before it waits for the aggregate.
     """
     steps_without_round = [alone] * len(joined) if isinstance(alone, int) else alone
     times = _simulated_times(site, joined, bits, steps_without_round, delay)
     jobs = range(len(joined))
     first_round, measured_round = _ROUNDS
-    # When training needs the aggregate, and when the aggregate arrives, in the measured round.
+    # Times at which training needs the aggregate, and at which it arrives, in the measured round.
     needed_s = [times.of_event("needed", job, measured_round) for job in jobs]
     arrived_s = [times.of_event("arrived", job, measured_round) for job in jobs]
     waited_s = [max(0.0, arrived_s[job] - needed_s[job]) for job in jobs]
-    # The job that waits least is the one for which the others wait. If several wait equally long,
-    # for example not at all, it is the one with the longest step.
+    # The other jobs wait for the job that waits least. If several wait equally long, for example not
+    # at all, take the job with the longest step.
     slowest = min(jobs, key=lambda job: (waited_s[job], -joined[job].step_s))
-    # All its inner steps from one round to the next: as simulated, and at full speed.
+    # All inner steps of this job from a round to the next: as simulated, and at full speed.
     steps_s = needed_s[slowest] - times.resumed(slowest, first_round)
     full_speed_s = (steps_without_round[slowest] + delay) * joined[slowest].step_s
     # The round begins when the last job is ready.
@@ -128,8 +130,8 @@ class _EventTimes:
     def resumed(self, job: int, round_number: int) -> float:
         """Return when a job's training goes on after a round (an exchange of pseudo-gradients).
 
-        That is the time at which its inner steps during the round are over and the aggregate has
-        arrived, whichever is later, in seconds from the simulation's start.
+        That is the time at which both its inner steps during the round are over and the aggregate has
+        arrived, in seconds from the simulation's start.
 
         Args:
             job: Index of the job.
@@ -149,7 +151,7 @@ def _simulated_times(
 ) -> _EventTimes:
     """Simulate the rounds in which jobs exchange pseudo-gradients; return the times of their events.
 
-    From one round to the next, a job takes inner steps (steps of its own optimizer): first
+    From a round to the next, a job takes inner steps (steps of its own optimizer): first
     `steps_without_round`, then `delay` while the round is under way.
 
     Args:
@@ -185,11 +187,11 @@ class _Network:
 
     Each transfer is a copy of a template, and is identified by a tag: template key, then round.
     Examples: tag ("sent", job, round) copies template "sent"; tag (("steps", job), round, piece)
-    copies ("steps", job). It begins when `parties` threads have posted it; most transfers have one,
-    their sender.
+    copies ("steps", job). A transfer begins when `parties` threads have posted it: for most
+    transfers a single thread, the sender.
 
     Events of a job are transfers without bits: "sent" (its pseudo-gradient is sent), "needed"
-    (training needs the aggregate) and "arrived" (the aggregate is there).
+    (training needs the aggregate) and "arrived" (the aggregate has arrived).
     """
 
     site: Site
@@ -208,24 +210,24 @@ class _Network:
         self.nodes = Counter(node.cluster for node in self.site.nodes)
 
     def add_steps(self, job: int, delay: int) -> None:
-        """Add what a job's inner steps send over Ethernet during a round, in _PIECES transfers.
+        """Add the Ethernet traffic of a job's inner steps during a round, in _PIECES transfers.
 
         In a round, the jobs exchange their pseudo-gradients. Meanwhile each job takes `delay` inner
-        steps (ordinary training steps inside the job), which also send over Ethernet. These
-        transfers share a node's NIC with the exchange. They are stored as a template, ("steps", job),
-        which the simulation copies for each transfer.
+        steps (ordinary training steps inside the job), and they also send over Ethernet. These
+        transfers share a node's NIC with the exchange. They are stored as a template, ("steps", job);
+        the simulation copies it for each transfer.
 
         Args:
             job: Index of the job.
             delay: Inner steps that the job takes while a round runs, before it waits for the
                 aggregate.
         """
-        # The nodes of a job do the same at the same time, so one of them stands for all.
+        # The nodes of a job do the same at the same time, so one node stands for all.
         self.capacities[job, "out"] = self.nic_bps
         self.capacities[job, "in"] = self.nic_bps
-        # Processes of a node, which share its NIC.
+        # Processes of a node; they share its NIC.
         processes = self.site.processes_in(self.joined[job].cluster)
-        # `uses` of a transfer: pairs of a capacity and the number of equal flows that share it. One
+        # `uses` of a transfer: pairs of a capacity and the number of equal flows that share it. A single
         # process is simulated, and the others of its node send as much at the same time.
         nics = tuple(((job, direction), processes) for direction in ("out", "in"))
         # The forecast of a step gives seconds on Ethernet at the full rate; the simulation needs bits.
@@ -242,9 +244,9 @@ class _Network:
         """Add the transfer of a pseudo-gradient from a job to another, for all rounds.
 
         Each rank sends its part over a TCP stream of its own. All streams between two jobs are
-        equal and begin together. So only one of them is simulated, with its share of the NICs and
-        WAN links. It is stored as a template, ("gradient", job, other), which the simulation copies
-        in each round.
+        equal and begin together. So only one stream is simulated, with its share of the NICs and
+        WAN links. It is stored as a template, ("gradient", job, other); the simulation copies it in
+        each round.
 
         Args:
             job: Index of the sending job.
@@ -253,9 +255,9 @@ class _Network:
         """
         sender = self.joined[job].cluster
         receiver = self.joined[other].cluster
-        # A rank exchanges its elements with the ranks of the other job that have the same elements.
-        # If the jobs have 2 and 4 ranks, each rank of the first one has two partners: 4 streams. So
-        # there is one stream for each rank of the larger job.
+        # A rank exchanges its elements with the ranks of the other job that have the same elements. If
+        # the jobs have 2 and 4 ranks, each rank of the first job has two partners: 4 streams. So there
+        # are as many streams as the larger job has ranks.
         streams = max(
             self.nodes[cluster] * self.site.processes_in(cluster) for cluster in (sender, receiver)
         )
@@ -274,11 +276,11 @@ class _Network:
         sending_nic = ((job, "out"), streams_of_sending_node)
         receiving_nic = ((other, "in"), streams_of_receiving_node)
         # Besides its bits, a stream takes a round trip, because its first bytes must be answered before all
-        # bytes may leave. One way counts before the bits, the other one after them.
+        # bytes may leave. The way there counts before the bits, the way back after them.
         self.templates["gradient", job, other] = Transfer(
             parties=1,  # it begins when one thread has posted it: the sender's
             fixed_s=way_s,
-            bits=bits / streams,  # of one stream, which stands for all
+            bits=bits / streams,  # of one stream; it stands for all
             limit_bps=stream_bps,
             uses=(*shared_hops, sending_nic, receiving_nic),
             latency_s=way_s,
@@ -287,7 +289,7 @@ class _Network:
     def add_verdicts(self) -> None:
         """Add the two times in a round at which all jobs wait for the coordinator's verdict.
 
-        They are transfers without bits, "go" and "done", that each job posts as its request. All have the
+        They are transfers without bits, "go" and "done"; each job posts them as its request. All jobs get the
         reply a round trip after the last request.
         """
         round_trip_s = 2 * self.longest_way_s
@@ -296,15 +298,18 @@ class _Network:
 
 
 def _training(index: int, job: JoinedJob, alone: int, delay: int) -> Iterator[Op]:
-    """Yield what a job's training thread does, as operations for the event-driven simulation.
+    """Yield the operations of a job's training thread, for the event-driven simulation.
 
-    In each round: `alone` inner steps; event "sent" (the pseudo-gradient); `delay` inner steps
-    while the round runs; event "needed" (training needs the aggregate); wait for the event
-    "arrived".
+    In each round:
 
-    Only the inner steps during a round share Ethernet with it. So only they are divided into
-    pieces, which alternate between computing and sending. The others are one operation of known
-    duration.
+    1. Take `alone` inner steps.
+    2. Post the event "sent": the pseudo-gradient is ready.
+    3. Take `delay` inner steps while the round runs.
+    4. Post the event "needed": training needs the aggregate.
+    5. Wait for the event "arrived": the rounds thread has the aggregate.
+
+    Only the inner steps during a round share Ethernet with it. So only they are divided into pieces
+    that alternate between computing and sending. The others are one operation of known duration.
 
     Args:
         index: Number of the job.
@@ -328,11 +333,15 @@ def _training(index: int, job: JoinedJob, alone: int, delay: int) -> Iterator[Op
 
 
 def _rounds(job: int, jobs: Sequence[int]) -> Iterator[Op]:
-    """Yield what a job's thread for rounds does, as operations for the event-driven simulation.
+    """Yield the operations of a job's rounds thread, for the event-driven simulation.
 
-    In each round: wait for the pseudo-gradient (event "sent"); wait until all jobs are ready
-    (verdict "go"); exchange it with every other job; wait until all jobs are done (verdict "done");
-    the event "arrived".
+    In each round:
+
+    1. Wait for the event "sent": the training thread has a pseudo-gradient.
+    2. Wait for the verdict "go": all jobs are ready.
+    3. Exchange the pseudo-gradient with every other job.
+    4. Wait for the verdict "done": all jobs have finished their exchanges.
+    5. Post the event "arrived": the aggregate is complete.
 
     An operation is "post" (begin a transfer, and go on) or "wait" (for the end of a transfer). Each
     names a transfer by a tag:
@@ -361,8 +370,8 @@ def _rounds(job: int, jobs: Sequence[int]) -> Iterator[Op]:
 def _verdict(name: str, number: int) -> tuple[Op, Op]:
     """Return the operations of a job that sends a request and waits until all jobs have sent it.
 
-    Then the coordinator replies. In the simulation, the request is one transfer of all jobs,
-    so its tag does not name a job. It begins when the last job has posted it.
+    Then the coordinator replies. In the simulation, the request is one transfer of all jobs, so
+    its tag does not name a job. It begins when the last job has posted it.
 
     Args:
         name: "go" (all are ready) or "done" (all have exchanged).
@@ -382,5 +391,10 @@ def _post(tag: Hashable) -> Op:
 
 
 def _wait(tag: Hashable, kind: str = "reduce") -> Op:
-    """Return the operation that waits for the end of a transfer."""
+    """Return the operation that waits for the end of a transfer.
+
+    Args:
+        tag: Tag of the transfer.
+        kind: Name under which the simulation records the time of the wait.
+    """
     return ("wait", tag, kind, NO_MICRO_BATCH)

@@ -5,13 +5,14 @@ jobs exchange pseudo-gradients and take an outer step (DiLoCo, arXiv 2311.08105)
 
     caller              function                    effect
     start of holmes     request(options)            checks the flags; nothing is joined yet
-    framework's patch   claim(owner, adapter)       before each inner step; the first one joins the other jobs
+    framework's patch   claim(owner, adapter)       before each inner step; the first call joins the run
                         stepped(tokens)             after each inner step: a round may begin or end
                         joined_state_dict()         outer state for the framework's checkpoint
     end of the program  end()                       leaves the run
 
-If one optimizer contains another (DeepSpeed's contains torch's), the outermost one claims the job first, and
-later claims have no effect.
+The job's owner is the optimizer or engine with the steps that count as the job's inner steps: the first
+object that calls claim() or reserve(). Later calls by other objects have no effect. If an optimizer contains
+another (DeepSpeed's contains torch's), the outer optimizer is the first.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _SHORTEST_S = 1e-9
 
 @dataclass(frozen=True)
 class WeightShards:
-    """Weights of one rank, as the integration of a framework (torch, DeepSpeed) describes them.
+    """Weights of a rank, as described by the patch of a framework (torch, DeepSpeed, megatron-core).
 
     The fields are names and shapes of whole tensors, and views of the elements this rank updates.
     """
@@ -56,10 +57,10 @@ class WeightShards:
     position: str
     #: Name, shape and dtype of all tensors that the ranks at this position hold together, in model order.
     tensors: list[tuple[str, tuple[int, ...], str]]
-    #: Name of a tensor, index of a first element in it, and a flat view of the elements that this rank's
-    #: inner optimizer steps.
+    #: Name of a tensor, and a flat view of consecutive elements of it that this rank's inner optimizer steps,
+    #: after the index of the first of them.
     parts: list[tuple[str, int, Any]]
-    #: Returns whether the framework has put the weights in other memory since.
+    #: Returns whether the framework has put the weights in other memory since this object was made.
     moved: Callable[[], bool] = lambda: False
 
 
@@ -73,8 +74,8 @@ class FrameworkAdapter:
     weights: Callable[[], WeightShards]
     #: Returns the torch.device of the weights.
     device: Callable[[], Any]
-    #: Updates what the framework derives from the weights, after the outer training has changed them. Called
-    #: on all ranks in the same step.
+    #: Updates the framework's copies of the weights (such as bf16 weights) after an outer step has changed
+    #: the weights. Called on all ranks in the same step.
     written: Callable[[], None] = lambda: None
     #: Facts that must be equal in all jobs, such as parallel sizes.
     agreed: Mapping[str, Any] = field(default_factory=dict)
@@ -101,7 +102,7 @@ def refusal_of_copies(settings: OuterSettings, sizes: Mapping[str, int], tied: b
             "weights are tied over pipeline stages, whose copies must be updated together; "
             "give fragments=1"
         )
-    # A codec with one scale for each block of elements rounds a copy by its neighbours in the flat weights,
+    # A codec with a scale for each block of elements rounds a copy by its neighbours in the flat weights,
     # and these differ between stages and tensor-parallel ranks.
     if sizes["pipeline"] * sizes["tensor"] > 1 and settings.quantizes_blocks:
         return (
@@ -115,7 +116,7 @@ def refusal_of_copies(settings: OuterSettings, sizes: Mapping[str, int], tied: b
 class _Job:
     """Settings and state of this process as part of a job that exchanges weights with other jobs.
 
-    There is at most one, the global `_job`, made by request() if --holmes-join is given.
+    A process has at most one, the global `_job`. request() makes it if --holmes-join is given.
     """
 
     address: JoinAddress
@@ -142,7 +143,7 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
 
     Args:
         options: Options of the job.
-        environ: Environment variables, which say where certificates are kept.
+        environ: Environment variables; they name the folder for certificates.
 
     Returns:
         Lines to print at start. Empty without --holmes-join.
@@ -163,7 +164,7 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
     # Only to report invalid values at once; the ports are opened at the first step.
     port_range(options.value("join_ports"), options.value("join_address"), environ)
     _check_certificate_options(options)
-    if _job is not None:  # an earlier call, which the new one replaces
+    if _job is not None:  # made by an earlier call; replaced below
         _restore_garbage_collection(_job)
     _job = _Job(address, settings, options, environ)
     _reduce_garbage_collection(_job)
@@ -176,8 +177,8 @@ def _reduce_garbage_collection(job: _Job) -> None:
     """Let Python look for cyclic garbage less often until the first step.
 
     Imports and the construction of the model make hundreds of thousands of objects that stay. To scan
-    them again and again takes a third of the time of these imports, in which a restarted job does not
-    train.
+    them again and again takes a third of the time of these imports, and delays the start of a restarted
+    job.
     """
     objects, *older = gc.get_threshold()
     if 0 < objects < _OBJECTS_AT_START:  # 0: the program has switched the collector off
@@ -213,7 +214,7 @@ def is_requested() -> bool:
 def owner() -> object:
     """Return the optimizer or engine whose steps are the job's inner steps.
 
-    None before the first step, and without --holmes-join.
+    None if no object has called reserve() or claim() yet, and without --holmes-join.
     """
     return _job.owner if _job is not None else None
 
@@ -233,32 +234,34 @@ def mark_data_divided() -> None:
 
 
 def reserve(owner: object) -> None:
-    """Make the steps of `owner` the job's inner steps, if no other object has been reserved before.
+    """Make `owner` the job's owner, unless the job has an owner already.
 
-    A framework whose optimizer contains other optimizers calls this before those take a step.
+    The steps of the owner are the job's inner steps. A framework with an optimizer that contains other
+    optimizers calls this before those take a step.
     """
     if _job is not None and _job.owner is None:
         _job.owner = owner
 
 
 def claim(owner: object, adapter: Callable[[], FrameworkAdapter]) -> bool:
-    """Return whether the steps of `owner` are counted; call this before each step.
+    """Return whether `owner` is the job's owner: then its steps count as the job's inner steps.
 
-    A job exchanges weights with other jobs after a number of its steps. Only the steps of one
-    optimizer or engine are counted: the first one of the process. Before its first step, this call
-    joins the other jobs, which is collective.
+    An optimizer or engine calls this before each of its steps. The first object of the process that does
+    so, or that was reserved before, is the job's owner. Before the first step of the owner, this call joins
+    the other jobs; that is collective over the ranks.
 
     Args:
-        owner: Optimizer or engine.
-        adapter: Returns the access to its weights; called once, to join.
+        owner: The optimizer or engine that is about to step.
+        adapter: Returns the access to its weights; called once, to join the other jobs.
 
     Returns:
-        False for any other optimizer, and if this job trains alone.
+        False if another object is the owner, or if this job trains alone (without --holmes-join).
     """
-    reserve(owner)
+    reserve(owner)  # without effect if the job has an owner
     if _job is None or _job.owner is not owner:
         return False
-    if _job.loop is None:
+    has_joined = _job.loop is not None
+    if not has_joined:
         _begin(_job, adapter())
     return True
 
@@ -287,7 +290,7 @@ def load_joined_state_dict(saved: dict[str, Any], source: str = "outer state") -
     """Load the outer state of a checkpoint; only before the first step.
 
     Args:
-        saved: What joined_state_dict() returned.
+        saved: Result of joined_state_dict().
         source: Name of the checkpoint in error messages.
 
     Raises:
@@ -322,10 +325,11 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
     """Connect to the other jobs before the first step, and take the current weights; collective.
 
     If a checkpoint with outer state was loaded, the job continues from that. At the end, rank 0 prints the
-    settings of the run, and where the weights come from.
+    settings of the run, and the source of the weights.
 
     Args:
-        job: The job of this process. Its `loop`, which takes the outer steps, is set once it has joined.
+        job: The job of this process. Its `loop` is set after it has joined: this object takes the outer
+            steps.
         adapter: Access to the weights of the training framework. Its facts (`agreed`), such as parallel
             sizes, must be equal in all jobs: the coordinator refuses the job otherwise.
 
@@ -340,7 +344,7 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
         reason = adapter.refusal(job.settings)
         if reason:
             raise HolmesError(f"--holmes-join: a job of {adapter.name} cannot join: {reason}")
-        shards = adapter.weights()  # as the framework's patch describes the weights
+        shards = adapter.weights()  # names, shapes and views, from the framework's patch
         return weights_of(shards)
 
     prepared = prepare(job.address, job.options, job.environ)
@@ -366,11 +370,7 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
     job.loop = loop
     _restore_garbage_collection(job)
     if not job.is_data_divided:  # no patch makes this job read only its part of the data set
-        k, parts = job.settings.data_part
-        if parts > 1:
-            reason = f"part={k}/{parts}: no sampler that is known was made"
-        else:
-            reason = "no part=k/K is given"
+        reason = _why_data_is_undivided(job.settings)
         _say(loop, f"{reason}; the script must make jobs read different data")
     _say(loop, f"settings of the run: {_describe(job.settings)}")
     _say(
@@ -378,6 +378,13 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
         f"job {job.address.job} is in the run: {origin_of_weights}; "
         f"{loop.state.host_bytes / 1e6:.1f} MB of outer state on each host's rank 0",
     )
+
+
+def _why_data_is_undivided(settings: OuterSettings) -> str:
+    k, parts = settings.data_part
+    if parts > 1:
+        return f"part={k}/{parts}: no sampler that is known was made"
+    return "no part=k/K is given"
 
 
 def _describe(settings: OuterSettings) -> str:
@@ -393,7 +400,7 @@ def _describe(settings: OuterSettings) -> str:
 
 
 def _telemetry_of(job: _Job) -> dict[str, Any]:
-    """Return what each heartbeat tells the coordinator: steps/s, bits/s sent, and drift.
+    """Return the telemetry of a heartbeat: steps/s, bits/s sent, and drift.
 
     The drift is the relative distance of the last pseudo-gradient from the aggregate. A value that
     is unknown or not finite is left out.

@@ -16,9 +16,9 @@ from holmes_ext.join.coordinator.state import MOST_JOBS, RunState
 class AwaitedPeers:
     """Jobs that a restarted coordinator still expects to reconnect.
 
-    A restart loses the list of jobs. Each job that reconnects names the jobs with which it has
-    trained (peers). Peers that have not connected since the restart are expected here, for a
-    limited time.
+    A restart loses the list of jobs. Each job that reconnects names its peers: the jobs with which it
+    has trained. Peers that have not connected since the restart are expected here, for a limited
+    time.
     """
 
     def __init__(self, state: RunState):
@@ -28,9 +28,9 @@ class AwaitedPeers:
     def expect(self, names: Iterable[str], now: float) -> None:
         """Expect the peers that a reconnecting job names to reconnect, too.
 
-        A coordinator that was just restarted does not know which jobs the interrupted run had. So
-        it waits for the expected ones, up to a timeout. After that timeout this call does nothing.
-        It never blocks.
+        A coordinator that was just restarted does not know the jobs of the interrupted run. So its
+        decisions wait for the expected jobs, up to a timeout. After that timeout this call does
+        nothing. It never blocks.
 
         Args:
             names: The job's peers: other jobs with which it has trained.
@@ -48,12 +48,15 @@ class AwaitedPeers:
         self._since.pop(name, None)
 
     def may_arrive(self, now: float) -> bool:
-        """Return whether any expected job may still connect."""
+        """Return whether any expected job may still connect: it is waited for until its time is over."""
         patience_s = self._patience_s()
         return any(now < since + patience_s for since in self._since.values())
 
     def majority_is_unknown(self, now: float) -> bool:
-        """Return whether it is too early to tell which weights most jobs of the run have."""
+        """Return whether it is too early to say which weights most jobs of the run have.
+
+        It is, if no round was committed since the coordinator started, and a job may still reconnect.
+        """
         return not self._state.committed and self.may_arrive(now)
 
     def _patience_s(self) -> float:

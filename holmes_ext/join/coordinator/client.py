@@ -4,7 +4,7 @@ Joined jobs train one model together over a WAN; the coordinator decides when th
 The coordinator may be restarted at any time, so the client repeats a request until its deadline:
 
 1. Connect, if there is no connection.
-2. Send `hello`, which describes the job, if the coordinator does not know the job (yet, or any more).
+2. Send `hello` (the description of the job), if the coordinator does not know the job (yet, or any more).
 3. Send the request. The verdict "wait" means that nothing is decided yet: send it again.
 
 A heartbeat thread with its own connection reports every HEARTBEAT_S seconds that the job is alive.
@@ -37,12 +37,12 @@ from holmes_ext.words import why
 
 #: Seconds after which the coordinator answers an undecided request with "wait".
 POLL_S = 1.0
-#: The same for a request of rounds=async, whose job may have something new to offer by then.
+#: The same for a request of rounds=async: by then, the job may have something new to offer.
 IDLE_S = 0.2
 #: Seconds between two attempts to reach a coordinator that is not there.
 _RETRY_S = 0.5
-#: Seconds that a request of a job in training still waits once another process has answered in the
-#: coordinator's place.
+#: Seconds that a request of a job in training still waits after another process has answered at the
+#: coordinator's address.
 _IMPOSTOR_S = 2.0
 #: Seconds that a reply may take beyond POLL_S, until the connection counts as lost.
 _SLOW_S = 10.0
@@ -55,7 +55,7 @@ _LAST_S = 2.0
 
 
 def new_incarnation() -> str:
-    """Return a random name for a start of a job."""
+    """Return a random text that identifies a start of a job (its incarnation)."""
     return secrets.token_hex(16)
 
 
@@ -73,13 +73,13 @@ class RoundSalt(NamedTuple):
 class CoordinatorClient:
     """Connection of a job to the coordinator, restored whenever it is lost. Not thread-safe.
 
-    A refusal is raised at once: TLS has proved that it comes from the coordinator. If another process
-    answers at its address, that is an error of the user before the first accepted request, and is raised.
-    Later it counts as no reply, so that an impostor cannot end training.
+    A refusal is raised at once: TLS has proved that it comes from the coordinator. Another process may answer
+    at the coordinator's address. Before the first accepted request, this is an error of the user, and is
+    raised. Later it counts as no reply, so that an impostor cannot end training.
 
     Args:
         place: Address of the coordinator, and the credentials of this job.
-        hello: Returns the `hello` document of the job; called whenever it must be sent (again).
+        hello: Returns the message `hello` that describes the job; called whenever it must be sent (again).
         incarnation: Name of this start of the job; "": a random one.
     """
 
@@ -91,7 +91,7 @@ class CoordinatorClient:
         self._place = place
         self._hello = hello
         self._channel: Channel | None = None
-        self._first_channel: Future[Channel] | None = None  # which connect_early() opens
+        self._first_channel: Future[Channel] | None = None  # opened by connect_early()
         self._said_hello = False  # on the current connection
         self._accepted = False  # the coordinator has accepted at least one request of this job
         self._heartbeat: Heartbeat | None = None
@@ -105,11 +105,12 @@ class CoordinatorClient:
         Args:
             op: Name of the request, such as "ready".
             document: The other keys of the request.
-            deadline: Until when the request is repeated.
+            deadline: End of the repetitions: the request is sent again while the reply is missing or "wait".
 
         Raises:
-            Refused: The reply is an error, or another process has answered and no request of this job
-                was accepted before.
+            Refused: The coordinator rejects the request. Or an impostor answers at its address, before
+                the coordinator has accepted any request of this job; after that, an impostor's answer
+                counts as no reply.
             TimeoutError: No reply came before the deadline.
         """
         reason = "it did not answer"
@@ -169,7 +170,7 @@ class CoordinatorClient:
     def connect_early(self) -> None:
         """Begin to connect in the background; the first ask() uses the connection.
 
-        Over a WAN this takes several round trips, in which the caller can prepare its hello. If it
+        Over a WAN this takes several round trips; meanwhile the caller can prepare its hello. If it
         fails, ask() connects itself, and reports the error.
         """
         channel: Future[Channel] = Future()
@@ -200,6 +201,10 @@ class CoordinatorClient:
 
     def connect(self, purpose: str, deadline: Deadline) -> Channel:
         """Open another authenticated connection to the coordinator.
+
+        Args:
+            purpose: Use of the connection: "job" (requests) or "heartbeat".
+            deadline: The connection must be open by then.
 
         Raises:
             OSError: The coordinator was not reached before the deadline.
@@ -307,20 +312,20 @@ class Heartbeat:
         self._wake.set()
 
     def reconnect(self) -> None:
-        """Send the next heartbeats on a new connection, as soon as one can be opened."""
+        """Send the next heartbeats on a new connection, as soon as it can be opened."""
         self.is_connected = False
         self._must_reconnect = True
         self._wake.set()
 
     def close(self, why: str) -> None:
-        """Stop the thread, after a last heartbeat with the reason (none if it is empty)."""
+        """Stop the thread after a last heartbeat with the reason; if `why` is empty, without it."""
         self._end_reason = why
         self._ended.set()
         self._wake.set()
         self._thread.join(_LAST_S)
 
     def _run(self) -> None:
-        """Send heartbeats until the thread is stopped, then the last one with the reason.
+        """Send heartbeats until the thread is stopped, then a last heartbeat with the reason.
 
         _send_heartbeat() opens a connection if there is none. If it fails, it returns None, and the next
         heartbeat needs a new connection.
@@ -367,7 +372,13 @@ class Heartbeat:
 def ask_status(
     host: str, port: int, credentials: Credentials, timeout_s: float = HANDSHAKE_S
 ) -> dict[str, Any]:
-    """Return the state of a run, as its coordinator reports it (see CoordinatorServer.status).
+    """Return the state of a run, as its coordinator reports it: the result of CoordinatorServer.status().
+
+    Args:
+        host: Host of the coordinator.
+        port: Port of the coordinator.
+        credentials: A certificate of the run: that of a job, or of the coordinator.
+        timeout_s: Longest wait for the reply, in seconds.
 
     Raises:
         HolmesError: The coordinator cannot be reached, or rejects the certificate.

@@ -1,4 +1,4 @@
-"""Majority rules with which the coordinator decides between contradicting reports of jobs.
+"""Majority rules by which the coordinator decides between contradicting reports of jobs.
 
 The coordinator trusts no single job. Versions, checksums and accusations come from all jobs, and only
 values that a majority (or the median) supports take effect. Pure functions: no clock, no network.
@@ -17,24 +17,23 @@ _TOO_FEW_ACCUSERS = 1
 
 
 def agreed_claim(claims: Sequence[Claim], committed: int | None, last: int) -> Claim | None:
-    """Return the version and checksum of a fragment on which the jobs' claims agree best.
+    """Return the version and checksum of a fragment that the jobs' claims support best.
 
     A claim is the version (round of the last outer step) and checksum that a job reports for its
-    copy. Claims of versions later than `committed`, or later than `last` if that is None, are
-    ignored.
+    copy of the fragment (part of the model). Claims of impossible versions are ignored: those later
+    than `committed`, or later than `last` if `committed` is None.
 
     1. If this coordinator saw the last step, the highest version among the remaining claims wins.
     2. If it did not (it was restarted), the most frequent version is chosen. On a tie it is the
-       median of the tied versions (the higher one of two). So if three jobs claim three versions, a
-       liar cannot win with an extreme one.
-    3. The checksum is the most frequent one among the claims of that version, the earliest on a
-       tie.
+       median of the tied versions (of two, the higher). So if three jobs claim three versions, a
+       liar cannot win with an extreme version.
+    3. The checksum is the most frequent among the claims of that version, the earliest on a tie.
 
     Args:
-        claims: One claim of each job, in the order in which the jobs joined.
+        claims: A claim of each job, in the order of the jobs' first hellos.
         committed: Round of the fragment's last outer step that this coordinator saw; None: it saw
             none.
-        last: Last round of the run, which the jobs report to a restarted coordinator.
+        last: Last round of the run; the jobs report it to a restarted coordinator.
 
     Returns:
         The agreed claim; None if no claim is left.
@@ -53,7 +52,7 @@ def agreed_claim(claims: Sequence[Claim], committed: int | None, last: int) -> C
     ]
     if not checksums:
         return Claim(version, checksum="")
-    [(checksum, _)] = Counter(checksums).most_common(1)  # the earliest one on a tie
+    [(checksum, _)] = Counter(checksums).most_common(1)  # the earliest on a tie
     return Claim(version, checksum)
 
 
@@ -61,8 +60,8 @@ def is_compatible(claim: Claim, other: Claim) -> bool:
     """Return whether two claims can describe the same weights.
 
     A claim is the version (round of the last outer step) and the checksum that a job reports for
-    its copy of a fragment. The versions must be equal, and so must the checksums unless one is
-    missing.
+    its copy of a fragment (part of the model). The versions must be equal. The checksums must be
+    equal, too, unless a checksum is missing ("").
     """
     if claim.version != other.version:
         return False
@@ -75,8 +74,8 @@ def voted_out(votes: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """Return the jobs whose pseudo-gradients must not count in a round, with the reasons.
 
     A job is voted out if more than half of the other jobs, and at least two, accuse it. With fewer
-    accusers there is a conflict between two jobs, one of which lies. If exactly one of the two has
-    conflicts with several jobs, that one is voted out, otherwise both are.
+    accusers there is a conflict between the accuser and the accused: one of them lies. If exactly
+    one of the two has conflicts with several jobs, it is voted out. Otherwise both are.
 
     Args:
         votes: Voter -> accused job -> reason. All members of the round are voters, also those that
@@ -121,9 +120,9 @@ def accusations_from_digests(
 ) -> dict[str, dict[str, str]]:
     """Return the votes for `voted_out` that follow from digests of the received data.
 
-    All jobs should have received identical data from a sender. A receiver whose digest is not the
-    usual one accuses the sender. If the sender's digest of its own data is unusual, all receivers
-    accuse the sender.
+    All jobs should have received identical data from a sender. A receiver whose digest differs from
+    the most frequent digest accuses the sender. If the sender's digest of its own data differs from
+    it, all receivers accuse the sender.
 
     Args:
         digests: Receiver -> sender -> digest of the data; each sender also reports its own data.
@@ -146,7 +145,7 @@ def accusations_from_digests(
             if receiver != sender:
                 votes[receiver][sender] = "what it sent to one is not what it sent to others"
                 continue
-            # The sender's own digest is the unusual one, so every job that received its data accuses it.
+            # The sender's own digest is unusual, so every job that received its data accuses it.
             for other in digest_by_receiver:
                 votes[other][sender] = "what it sent is not what it says"
     return votes

@@ -1,7 +1,7 @@
 """Coordinator of several jobs that train one model together over a WAN (DiLoCo, arXiv 2311.08105).
 
 Each job takes inner steps by itself. Once in a while the jobs exchange pseudo-gradients (weight
-differences) of one fragment of the model in a round, and each takes the same outer step with their sum.
+differences) of a fragment (part of the model) in a round, and each takes the same outer step with their sum.
 The coordinator moves no tensors; it decides who takes part in a round and whether the round counts.
 
     request of a job     purpose                                      decided by
@@ -30,12 +30,12 @@ from holmes_ext.join.coordinator.versions import Versions
 
 
 class Coordinator:
-    """State of one run of joined jobs and the rules that change it.
+    """State of a run of joined jobs, and the rules that change it.
 
     Args:
         now: Time at which the coordinator starts, in seconds.
-        policies: Round policies that jobs can use. All jobs of a run use the same one (setting
-            `rounds`); the `op` of their requests selects it.
+        policies: Round policies that jobs can use, such as LockStepRounds. All jobs of a run use the
+            same policy (setting `rounds`); the `op` of their requests selects it.
     """
 
     def __init__(self, now: float, policies: Sequence[type[RoundPolicy]]):
@@ -68,12 +68,12 @@ class Coordinator:
         return self._membership.hello(name, incarnation, hello, now)
 
     def enter(self, name: str, now: float) -> Reply | None:
-        """Let an accepted job begin to train once enough jobs are there.
+        """Let an accepted job begin to train as soon as enough jobs have joined.
 
         Returns:
             The verdict "in" (train with its own weights) or "behind" (first take the named
-            fragments from the named job), with the round after which it begins. None while it must
-            wait for other jobs.
+            fragments from the named job), with the number of the last round before it begins. None
+            while it must wait for other jobs.
 
         Raises:
             HolmesError: Too few other jobs joined within the job's timeout.
@@ -87,7 +87,7 @@ class Coordinator:
         must first take newer weights ("behind").
 
         Args:
-            question: Request type: "ready" (synchronous rounds) or "next" (asynchronous rounds).
+            question: Type of the request: "ready" (synchronous rounds) or "next" (asynchronous rounds).
             name: The job.
             report: The parsed request: ReadyReport for "ready", NextReport for "next".
             now: Current time, in seconds.
@@ -105,6 +105,11 @@ class Coordinator:
     def done(self, name: str, report: DoneReport, now: float) -> Reply | None:
         """Record that a member of a round has ended its exchange of pseudo-gradients.
 
+        Args:
+            name: The member, a job.
+            report: The jobs with which its exchange failed, or whose data it cannot use.
+            now: Current time, in seconds.
+
         Returns:
             The verdict for the member: "check" (report digests of the received data), "go"
             (exchange again with fewer members) or "void". None while it depends on members that
@@ -113,7 +118,12 @@ class Coordinator:
         return self._settlement.done(name, report, now)
 
     def checked(self, name: str, report: CheckedReport, now: float) -> Reply | None:
-        """Record a member's digests of the data that it received; all members' must be equal.
+        """Record a member's digests of the data that it received; they must equal the other members'.
+
+        Args:
+            name: The member, a job.
+            report: The digests.
+            now: Current time, in seconds.
 
         Returns:
             The verdict for the member: "commit" (take the outer step), "check" (again, without some
@@ -123,7 +133,7 @@ class Coordinator:
         return self._settlement.checked(name, report, now)
 
     def maps_of(self, asking: str, name: str) -> Reply:
-        """Return the shards and addresses of job `name`, which job `asking` needs for exchanges.
+        """Return the shards and addresses of job `name`, for exchanges of job `asking` with it.
 
         The verdict is "maps", or "void" if there is no such job any more.
         """
@@ -140,5 +150,5 @@ class Coordinator:
         self._membership.gone(name, incarnation, why)
 
     def look(self, now: float) -> None:
-        """Give up the jobs whose last heartbeat is older than their timeout."""
+        """Give up the jobs that have been silent for longer than their timeout."""
         self._membership.look(now)

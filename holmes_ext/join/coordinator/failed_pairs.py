@@ -1,4 +1,4 @@
-"""Pairs of jobs that could not exchange data, and which jobs a round drops so that all others can.
+"""Pairs of jobs that could not exchange data, and the jobs that a round drops so that all others can.
 
 Each member of a round reports the members with which its exchange failed. Seen as a graph, the members are
 vertices and the failed pairs are edges. The jobs to drop are then a vertex cover: at least one end of each
@@ -8,8 +8,8 @@ A job that reports falsely, or that fails only with chosen jobs, is an end of ev
 the cover contains at most one other job because of it, however many pairs it causes to fail:
 
     it reports two or more members, or fails with two or more     it is dropped, the smallest cover
-    it alone reports one member                                   it is dropped, the only one to report
-    one member alone reports it                                   that member is dropped
+    it reports one member, and no other job reports a failure     it is dropped, as the only reporter
+    one member reports it, and no other job reports a failure     that member is dropped
 
 Pure: no clock, no network. Times are seconds on the clock of the coordinator's caller.
 """
@@ -24,11 +24,11 @@ from holmes_ext.join.coordinator.reports import DoneReport
 
 #: Two jobs.
 Pair = frozenset[str]
-#: Pair whose exchange failed -> which of the two reported this.
+#: Pair whose exchange failed -> those of the two jobs that reported this.
 Failures = dict[Pair, frozenset[str]]
 
 #: Seconds for which a pair uses the coordinator's relay before its direct connection is tried again: the
-#: first time, by how much longer each next time, and at most.
+#: first time; the factor by which this time grows each time; and its maximum.
 FIRST_RELAYED_S = 60.0
 _RELAYED_FACTOR = 4.0
 _LONGEST_RELAYED_S = 3600.0
@@ -59,7 +59,7 @@ def failures_of(reports: Mapping[str, DoneReport], members: Collection[str]) -> 
 
 
 def only_reporters(failures: Failures) -> set[str]:
-    """Return the jobs that report a failed pair whose other end reports no failure of it."""
+    """Return the jobs that report a failed pair whose other job has not reported this failure."""
     return {name for names in failures.values() if len(names) == 1 for name in names}
 
 
@@ -99,7 +99,7 @@ class FailedPairs:
         for 300 s.
 
         Args:
-            failures: The pairs, and who reported each.
+            failures: The pairs -> the jobs that reported the failure.
             lost_s: Seconds that the failed attempts of the round have taken.
             now: Current time, in seconds.
         """
@@ -111,7 +111,7 @@ class FailedPairs:
             self._separations[pair] = _Separation(reporters, until=end)
 
     def relayed(self, names: Collection[str], now: float) -> set[Pair]:
-        """Return the pairs of these jobs that use the relay."""
+        """Return the pairs of these jobs that use the relay at this time."""
         return {
             pair
             for pair, relaying in self._relayed.items()
@@ -119,7 +119,7 @@ class FailedPairs:
         }
 
     def apart(self, names: Collection[str], now: float) -> Failures:
-        """Return the pairs of these jobs that must not be in the same round, and who reported each.
+        """Return the pairs of these jobs that must not be in the same round -> the jobs that reported it.
 
         They could not exchange data over the relay either, and are kept apart for a while (separate()).
         """
@@ -136,8 +136,8 @@ class FailedPairs:
     def _forget_old(self, now: float) -> None:
         """Delete pairs whose time apart is over, and pairs whose direct connection works again.
 
-        The latter are forgotten once they have not failed for as long as they were relayed before. So if
-        such a pair fails later, relay() begins with the shortest time again.
+        A direct connection works again if it has not failed for as long as the pair was relayed before. So
+        if such a pair fails later, relay() begins with the shortest time again.
         """
         self._relayed = {
             pair: relaying
@@ -156,7 +156,7 @@ class _Relaying:
     """Period in which a pair of jobs exchanges data over the coordinator's relay."""
 
     until: float  # time at which it ends
-    lasts_s: float  # its length in seconds, from which relay() computes that of the next one
+    lasts_s: float  # its length in seconds; relay() computes the length of the next period from it
 
 
 @dataclass(frozen=True)
@@ -170,11 +170,12 @@ class _Separation:
 def fewest_to_drop(pairs: Iterable[Pair], by_preference: Iterable[str]) -> set[str]:
     """Return the smallest set of jobs that has at least one job of each pair.
 
-    Of several sets of this size, one with jobs that come early in the order of preference is returned.
+    Of several sets of this size, that with the earliest jobs in the order of preference is returned (the
+    smallest sum of their places).
 
     Args:
         pairs: Failed pairs.
-        by_preference: All jobs of the pairs; the job that should rather be dropped first.
+        by_preference: All jobs of the pairs, in the order in which they should rather be dropped.
     """
     neighbours: dict[str, set[str]] = defaultdict(set)
     for first, second in map(tuple, pairs):
@@ -190,7 +191,7 @@ class _CoverSearch:
     """Branch and bound for the cheapest vertex cover.
 
     Any cover has either a given vertex, or all its neighbours. The vertex with most neighbours is tried
-    first, so that the first cover that is found is the one of the greedy method.
+    first. So the first cover that is found is that of the greedy method.
     """
 
     def __init__(self, cost: Mapping[str, int]):
@@ -202,30 +203,31 @@ class _CoverSearch:
     def visit(
         self, neighbours: Mapping[str, set[str]], cover: frozenset[str], cost_so_far: int
     ) -> None:
-        """Extend a partial cover to the best one, unless it cannot be better than the best so far.
+        """Extend a partial cover to the cheapest cover, and store it in `best` if it is better.
 
         Args:
-            neighbours: Graph of the pairs that `cover` does not have.
+            neighbours: Graph of the pairs that `cover` does not have: job -> jobs at the other ends.
             cover: Jobs that are chosen.
             cost_so_far: Their cost.
         """
         self._steps += 1
-        least_cost = cost_so_far + _COST_OF_JOB * _disjoint_pairs(neighbours)
-        if least_cost >= self._best_cost or self._steps > _MOST_STEPS:
+        lower_bound = cost_so_far + _COST_OF_JOB * _disjoint_pairs(neighbours)
+        if lower_bound >= self._best_cost or self._steps > _MOST_STEPS:
             return
         open_jobs = [name for name, others in neighbours.items() if others]
         if not open_jobs:
             self.best = cover
             self._best_cost = cost_so_far
             return
-        # Of several with as many neighbours, the one with the lowest cost.
+        # The job with most neighbours; of several such jobs, the job with the lowest cost.
         hub = max(open_jobs, key=lambda name: (len(neighbours[name]), -self._cost[name]))
+        # A cover has the hub, or else all its neighbours: try both.
         for chosen in ({hub}, neighbours[hub]):
-            rest = {
+            uncovered = {
                 name: others - chosen for name, others in neighbours.items() if name not in chosen
             }
             added_cost = sum(self._cost[name] for name in chosen)
-            self.visit(rest, cover | chosen, cost_so_far + added_cost)
+            self.visit(uncovered, cover | chosen, cost_so_far + added_cost)
 
 
 def _disjoint_pairs(neighbours: Mapping[str, set[str]]) -> int:

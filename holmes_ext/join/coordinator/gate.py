@@ -1,8 +1,8 @@
 """Checks of the coordinator on who may connect and join: certificates, revocations, settings of the run.
 
-The coordinator's rules (coordinator.py) know jobs by name. This module makes sure that each name is that of
-one certificate: a caller speaks only for a job in its certificate, and a certificate stands for one job at a
-time.
+The coordinator's rules (coordinator.py) identify jobs by name. This module makes sure that each name belongs
+to a single certificate: a caller acts only for a job in its certificate, and two jobs in the run never have
+the same certificate.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from holmes_ext.join.sockets.handshake import (
 
 #: Purpose of the connection of `holmes join status`.
 STATUS = "status"
-#: Purpose of the connection on which a job reads the settings of the run.
+#: Purpose of a job's connection to read the settings of the run.
 SETTINGS = "settings"
 
 
@@ -57,7 +57,7 @@ class Gate:
 
     @property
     def credentials(self) -> Credentials:
-        """Return the coordinator's certificate, and the list of revoked ones."""
+        """Return the coordinator's certificate, and the list of revoked certificates."""
         return self._run.credentials
 
     def settings_reply(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Gate:
         """Return the reply to a job that shows its invitation: its certificate.
 
         Args:
-            purpose: What the job sent in the handshake: its name `job`, the `secret` of its invitation, and
+            purpose: Sent by the job in the handshake: its name `job`, the `secret` of its invitation, and
                 `request`, a certificate request (PKCS #10, PEM) with the public part of its key.
 
         Raises:
@@ -80,16 +80,16 @@ class Gate:
         return self._run.folder.redeem(job, secret, certificate_request)._asdict()
 
     def admit_hello(self, identity: JobIdentity, hello: Hello, present: Iterable[str]) -> Hello:
-        """Return the hello of a job with the run's `min`, after checking its certificate and settings.
+        """Check the certificate and settings of a job; return its hello with the run's value of `min`.
 
         Only the settings of --holmes-outer are checked here, and only if the coordinator requires some.
         The rest of `hello.agreed`, such as the model, is compared with the other jobs' later
-        (membership.py). `min`, the least number of jobs, is never compared: the run's value replaces the
-        job's.
+        (membership.py). `min` (the smallest number of jobs that may train) is never compared: the run's
+        value replaces the job's.
 
         Args:
             identity: The job.
-            hello: Its description of itself.
+            hello: The job's description of itself.
             present: Names of the jobs in the run.
 
         Raises:
@@ -128,7 +128,7 @@ class Gate:
 
         Returns:
             The whole list from the state folder. None if the folder has not changed since the last call,
-            or if its list equals the one in force (`credentials.revoked`).
+            or if its list equals the list in force (`credentials.revoked`).
 
         Raises:
             HolmesError: The list cannot be read. The list in force stays valid, and the next calls return
@@ -157,7 +157,7 @@ class Gate:
 
 
 def problem_at_coordinator(purpose: Purpose, holder: Holder) -> str:
-    """Return why the coordinator rejects a caller with this purpose and certificate; "" if it does not."""
+    """Return why the coordinator rejects a caller with this purpose and certificate; "": it accepts it."""
     use = purpose.get("purpose")
     if use == REDEEM:
         return ""  # its invitation is checked instead
@@ -165,7 +165,7 @@ def problem_at_coordinator(purpose: Purpose, holder: Holder) -> str:
         return "" if holder.fingerprint else "the caller has shown no certificate"
     if problem := problem_of_caller(purpose, holder):
         return problem
-    # Limits the length and the characters of what is kept and logged.
+    # Limits the length and the characters of names that are kept and logged.
     for key in ("job", "incarnation"):
         value = purpose.get(key)
         if not isinstance(value, str) or not is_name(value):

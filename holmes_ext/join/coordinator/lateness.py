@@ -9,7 +9,7 @@ from holmes_ext.join.coordinator.state import Member, RunState
 
 #: Delays in a row after which a job does not have to sit out rounds yet.
 _FREE_DELAYS = 2
-#: Delays as which a round counts that a job has left after the exchange had begun.
+#: Number of delays that count for a job if it leaves a round after the exchange has begun.
 _UNFINISHED_DELAYS = 2
 #: Rounds that a job sits out at most.
 _LONGEST_REST = 31
@@ -18,7 +18,7 @@ _MOST_DOUBLINGS = 30
 
 
 def mark_late(state: RunState, member: Member, number: int) -> None:
-    """Mark a job as late, after the others waited for it in vain in round `number`.
+    """Mark a job as late, because the other jobs waited for it in vain in round `number`.
 
     The others wait for the job again as soon as it reports. From its third delay in a row on, the
     job must also sit out rounds: one round, then three, seven, ...
@@ -28,10 +28,10 @@ def mark_late(state: RunState, member: Member, number: int) -> None:
 
 
 def mark_unfinished(state: RunState, member: Member, number: int) -> None:
-    """Mark a job as late that has left round `number` after the exchange had begun.
+    """Mark a job as late, because it has left round `number` after the exchange had begun.
 
-    It counts as several delays: the others have waited for the job's report, for its data, and must repeat
-    the exchange. A job that has left the run stays gone, but its delays count when it is back.
+    This counts as two delays: the other jobs have waited for this job's data, and must now repeat the
+    exchange. A job that has left the run stays "gone", but its delays count when it is back.
     """
     if member.state == "in":
         member.state = "late"
@@ -68,7 +68,7 @@ def sits_out(state: RunState, member: Member, number: int) -> bool:
     Args:
         state: State of the run; `state.number` is its current round.
         member: The job, with `sits_out_until`: the first round in which it may take part again.
-        number: Round for which the job asks. If the run is in a later round, that one counts: the
+        number: Round for which the job asks. If the run is in a later round, that round counts: the
             job's own count may be behind.
     """
     number = max(number, state.number)

@@ -1,9 +1,9 @@
 """First half of a round in lock step (setting rounds=sync): all jobs exchange the same fragment together.
 
 1. Each job reports `ready` when it has a pseudo-gradient for the round. The first report opens the round.
-2. The round begins when all jobs that take part are ready, or one timeout (the median of the jobs' timeouts)
+2. The round begins when all jobs that take part are ready, or a timeout (the median of the jobs' timeouts)
    after half of them are; the missing jobs are marked late.
-3. Every ready job gets one of the verdicts
+3. Every ready job gets a verdict:
        go       exchange pseudo-gradients with these members (settlement.py decides what follows)
        behind   this job's weights are outdated: take these fragments from that job
        skip     the round takes place without this job
@@ -38,8 +38,9 @@ from holmes_ext.join.coordinator.versions import Versions
 class LockStepRounds:
     """Synchronous rounds (rounds=sync) on the coordinator: decides when the next round begins.
 
-    All jobs exchange the same fragment after the same number of inner steps. A job reports `ready`
-    and waits until the other jobs are ready, too, or a deadline has passed; then the round begins.
+    All jobs exchange the same fragment (part of the model) after the same number of inner steps. A
+    job reports `ready` and waits until the other jobs are ready, too, or a deadline has passed; then
+    the round begins.
     """
 
     question: ClassVar[str] = "ready"
@@ -53,14 +54,22 @@ class LockStepRounds:
 
     @staticmethod
     def read(document: dict[str, Any], fragments: int) -> ReadyReport:
-        """Return the `ready` report in a request; raise HolmesError if it is malformed."""
+        """Parse the report "ready" (a job has a pseudo-gradient for the next round) in a request.
+
+        Args:
+            document: The request, as parsed JSON.
+            fragments: Number of fragments of the run.
+
+        Raises:
+            HolmesError: The report is malformed.
+        """
         return ready_from(document, fragments)
 
     def answer(self, name: str, report: ReadyReport, now: float) -> Reply | None:
         """Return the reply to a job that is ready for a round; None: wait and ask again.
 
-        The round begins in this call if this job was the last one that it waits for, or if the
-        round's deadline has passed. Until then, the job repeats its request.
+        The round begins in this call if only this job was missing, or if the round's deadline has
+        passed. Until then, the job repeats its request.
 
         Args:
             name: Name of the job.
@@ -89,7 +98,15 @@ class LockStepRounds:
         return self._reply(round_state, member, now)
 
     def _must_catch_up(self, member: Member, round_number: int) -> bool:
-        """Return whether the job has outdated weights, or is too late for the round it is ready for."""
+        """Return whether a job that asks for a round must first catch up with the other jobs.
+
+        It must if it is catching up already, if the round was begun or decided without it, if it has no
+        part in the round that the run exchanges now, or if its weights are outdated.
+
+        Args:
+            member: The job.
+            round_number: The round for which it has reported `ready`, for the first time.
+        """
         is_catching_up = member.catches_up_after is not None
         if is_catching_up or round_number < self._state.number:
             return True
@@ -126,11 +143,11 @@ class LockStepRounds:
         return round_state
 
     def _catch_up(self, member: Member, ready_for: int, now: float) -> Reply | None:
-        """Return which fragments a job must take from another job, because it has outdated weights.
+        """Return the fragments that a job must take from another job, because its weights are outdated.
 
-        The job first waits for the end of the round that takes place without it: the current round,
-        or the next one if the job is ready for that. Weights taken before that round's outer step
-        would be outdated at once, and the job would never catch up.
+        The job first waits for the end of the round that takes place without it: the current round, or
+        the next round if the job is ready for that. Weights taken before that round's outer step would
+        be outdated at once, and the job would never catch up.
 
         Args:
             member: The job.
@@ -146,11 +163,10 @@ class LockStepRounds:
             if ready_for > self._state.number:
                 member.catches_up_after = self._state.number + 1
             member.catches_up_since = now
-            # Earlier rounds begin without waiting for this job, which has no valid weights for
+            # Earlier rounds begin without waiting for this job: it has no valid weights for
             # them.
             member.first_expected_round = max(self._state.number, ready_for) + 1
-        # Also true if the awaited round will not end in reasonable time: the job must not wait for
-        # ever.
+        # Also true if the awaited round will not end in reasonable time: no job may wait for ever.
         if not self._is_over_or_hopeless(member, member.catches_up_after, now):
             return None
         ended_round = member.catches_up_after
@@ -173,7 +189,7 @@ class LockStepRounds:
 
         Args:
             member: The job that waits.
-            round_number: The round, which may not have been opened yet.
+            round_number: The round; it may not have been opened yet.
             now: Current time, in seconds.
         """
         round_state = self._state.rounds.get(round_number)
@@ -185,7 +201,7 @@ class LockStepRounds:
             # patience_s: median timeout of the round's jobs, so that none of them determines the
             # wait.
             return now > round_state.opening_time + 2 * patience_s(members)
-        # No job is ready for the round yet; the first one will open it. A job that is catching up
+        # No job is ready for the round yet; the first ready job will open it. A job that is catching up
         # (catches_up_after is not None) cannot: its weights are outdated.
         others = [
             other
@@ -226,7 +242,7 @@ class LockStepRounds:
         ]
         missing = [member for member in expected if member.name not in round_state.ready_reports]
         if round_state.half_ready_time is None and 2 * len(missing) <= len(expected):
-            round_state.half_ready_time = now  # from which the deadline counts now
+            round_state.half_ready_time = now  # the deadline counts from it now
         # After a restart of the coordinator, other jobs of the run may not have reconnected yet.
         must_wait = bool(missing) or self._awaited_peers.may_arrive(now)
         if must_wait and now < self._deadline(round_state):
@@ -242,7 +258,7 @@ class LockStepRounds:
         """Begin the exchange between the ready jobs whose weights agree with the majority's.
 
         The other ready jobs are `behind`: they have to take the weights from another job first. Members that
-        failed to exchange data with each other lately are not in the same round: one of them is left out.
+        failed to exchange data with each other lately are not in the same round: one of the two is left out.
         begin_exchange() voids the round if too few pseudo-gradients count.
 
         Args:
@@ -264,10 +280,9 @@ class LockStepRounds:
         self._rounds.note_left_out(round_state.number, members, left_out)
         members = [member for member in members if member.name not in left_out]
         ranks = {member.name: len(member.hello.addresses) for member in members}
-        # Norms of the fragment's recent pseudo-gradients: a job with a much larger one is left out.
+        # Norms of the fragment's recent pseudo-gradients: a job with a much larger norm is left out.
         usual_norms = self._rounds.usual_norms(round_state.fragment)
-        # This call also writes the jobs that are left out, with the reasons, to
-        # round_state.left_out.
+        # This call also writes the jobs that are left out, with the reasons, to round_state.left_out.
         weights = weights_in_sum(round_state, ranks, outer_settings(members), usual_norms)
         # Voids the round if `weights` has fewer jobs than half of `ready`, or than their setting `min`.
         has_begun = self._rounds.begin_exchange(round_state, members, weights, ready, now)
@@ -278,9 +293,9 @@ class LockStepRounds:
     def _with_valid_weights(self, round_state: RoundState, ready: list[Member]) -> list[Member]:
         """Return the ready jobs with the majority's weights; mark the others as `behind`.
 
-        Two values that each job reports for the round's fragment are compared: its version (round
-        of its last outer step), and a checksum of its weights and a random text (salt) that is new
-        in each round. So a job cannot copy an earlier checksum; it must have the weights.
+        Two values that each job reports for the round's fragment are compared: the version (round of
+        the fragment's last outer step), and a checksum of the weights and a random text (salt). The
+        salt is new in each round, so a job cannot copy an earlier checksum; it must have the weights.
 
         Args:
             round_state: The round.
@@ -323,9 +338,9 @@ class LockStepRounds:
         """Return the fragment version that most jobs report, with its salted checksum.
 
         The version is the round of the last outer step. Each job reports two checksums of its
-        weights. The plain one is equal in every round, so a job may have copied it. The salted one
-        contains a random text for this round, so it proves that the job has the weights. Only
-        up-to-date jobs vote, or all jobs if none is.
+        weights. The plain checksum is equal in every round, so a job may have copied it. The salted
+        checksum contains a random text for this round, so it proves that the job has the weights.
+        Only up-to-date jobs vote, or all jobs if none is up to date.
 
         Args:
             round_state: The round.
@@ -334,8 +349,8 @@ class LockStepRounds:
 
         Returns:
             The majority's version, with the most frequent salted checksum among the jobs that have
-            this version ("" if none of them reports one). None if each reported version is later
-            than the fragment's last outer step that the coordinator knows: no job can have it.
+            this version ("" if none of them reports a salted checksum). None if each reported version
+            is later than the fragment's last outer step that the coordinator knows: no job can have it.
         """
         trusted = [member for member in ready if member.is_up_to_date] or ready
         # Version on which the jobs agree best, with the plain checksum.
@@ -353,7 +368,8 @@ class LockStepRounds:
         checksums = [checksum for checksum in checksums if checksum]
         if not checksums:
             return Claim(valid.version)
-        return Claim(valid.version, max(checksums, key=checksums.count))
+        most_frequent = max(checksums, key=checksums.count)
+        return Claim(valid.version, most_frequent)
 
     def _reply(self, round_state: RoundState, member: Member, now: float) -> Reply | None:
         """Return the verdict of the round for a job that is ready; None until the round begins.
@@ -378,6 +394,6 @@ def _has_begun(round_state: RoundState) -> bool:
 
 
 def _goes_on_without(round_state: RoundState, name: str) -> bool:
-    """Return whether a round has begun and is not over, and the job is no member of it (any more)."""
+    """Return whether a round's exchange is under way, without the job as a member (or any more)."""
     is_under_way = round_state.attempt > 0 and not round_state.outcome
     return is_under_way and name not in round_state.members

@@ -1,4 +1,4 @@
-"""Membership of a run: which jobs may join, when they begin, and when they are gone.
+"""Membership of a run: whether a job may join, when it begins, and when it is gone.
 
     hello   accepted, or an error: models, shards and settings must be equal; each name exists once
     enter   "in" when `min` jobs are there, or "behind" (first take these fragments from that job)
@@ -81,8 +81,8 @@ class Membership:
         # Otherwise a job could void rounds by leaving and returning again and again.
         is_unknown = predecessor is None
         # If a job of an interrupted run reconnects late, new jobs may have begun another run in the meantime,
-        # which is in an earlier round. The interrupted run then goes on in place of the new one. forget()
-        # deletes the new run's outer steps (commits), which say what versions of the weights are valid.
+        # still in an earlier round. The interrupted run then goes on in place of the new run. forget()
+        # deletes the new run's outer steps (commits): they decide which versions of the weights are valid.
         is_ahead = hello.entered and hello.round > state.number
         if is_unknown and is_ahead and self._replaces_current_run(name, now):
             self._rounds.forget()
@@ -96,8 +96,8 @@ class Membership:
             rounds = [other.hello.round for other in state.present()]
             most_plausible = statistics.median_low(rounds) + _AHEAD
             state.number = min(max(state.number, *rounds), most_plausible)
-        # hello.peers: jobs with which this one has exchanged. After a restart of the coordinator, decisions
-        # by majority wait for those that have not reconnected yet.
+        # hello.peers: jobs with which this job has exchanged data. After a restart of the coordinator,
+        # decisions by majority wait for those that have not reconnected yet.
         self._awaited_peers.expect(hello.peers, now)
         state.events.append(
             f"job {name} is here ({counted(len(hello.addresses), 'rank')}, {member.state})"
@@ -105,11 +105,12 @@ class Membership:
         return {"verdict": "hello", "round": state.number, "state": member.state}
 
     def enter(self, name: str, now: float) -> Reply | None:
-        """Let a job begin to train once enough jobs are there.
+        """Let a job begin to train as soon as enough jobs have joined.
 
         Returns:
-            The round after which the job begins, and the fragments that it must take from another
-            job before. None while the job must wait for others.
+            The verdict "in" (begin with its own weights), or "behind" with the fragments that the job
+            must first take from another job; also the last round before it begins. None while the job
+            must wait for others.
 
         Raises:
             HolmesError: Fewer than the job's `min` jobs joined within its timeout.
@@ -123,7 +124,9 @@ class Membership:
             return None
         # The first jobs of a run define its weights; later jobs first have to take them.
         starts_run = not any(other.is_up_to_date for other in present)
-        for other in present:  # all waiting jobs begin together, whichever sends "enter" first
+        for (
+            other
+        ) in present:  # all waiting jobs begin together, with the first "enter" of any of them
             if other.state == "waiting":
                 other.state = "in"
                 other.first_expected_round = state.number + 1
@@ -156,8 +159,8 @@ class Membership:
     def look(self, now: float) -> None:
         """Mark the jobs as gone that have sent no heartbeat for longer than their timeout.
 
-        A job sets its timeout itself, so a longer one than the median of all jobs' timeouts counts as that
-        median. A timeout shorter than three heartbeats counts as three heartbeats.
+        A job sets its timeout itself, so the median of all jobs' timeouts counts if that is shorter. A
+        timeout shorter than three heartbeats counts as three heartbeats.
         """
         present = self._state.present()
         if not present:
@@ -171,7 +174,7 @@ class Membership:
                 self.gone(member.name, member.incarnation, f"nothing heard for {silent_s:.0f} s")
 
     def maps_of(self, asking: str, name: str) -> Reply:
-        """Return shards and addresses of job `name`, for connections from job `asking`.
+        """Return the shards and addresses of job `name`, with which job `asking` wants to connect.
 
         Returns:
             {"verdict": "maps", "incarnation": ..., "maps": ..., "addresses": ...}; or
@@ -240,8 +243,8 @@ class Membership:
 
         After a restart of the coordinator, new jobs may join before the jobs of the interrupted run
         reconnect. The new jobs then start a run of their own, from their initial weights. The
-        interrupted run replaces that one, unless the new jobs have already taken an outer step
-        together or the coordinator has been up for longer than their timeout.
+        interrupted run replaces that run, unless the new jobs have already taken an outer step
+        together, or the coordinator has been up for longer than their median timeout.
 
         Args:
             name: The job that reconnects.
@@ -258,19 +261,19 @@ class Membership:
 
         The rival's first request is recorded with its time; the rival then repeats the request. The
         rival is refused as soon as the job has sent a heartbeat after that time. If the job sends
-        none, it may be dead. Once it is declared gone, the rival's next request is not passed to
-        this function any more, and the rival gets the name.
+        no heartbeat, it may be dead. As soon as it is declared gone, the rival's next request is not
+        passed to this function any more, and the rival gets the name.
 
         Args:
             member: The job that has the name.
-            incarnation: Identifies the rival; each start of a job has another one.
+            incarnation: Random text that identifies the rival: each start of a job has its own.
             now: Current time, in seconds.
 
         Raises:
             HolmesError: The job is alive, so the name is taken.
         """
         if incarnation not in member.rivals:
-            # Keep the latest rivals, so that with the new one there are at most _MOST_RIVALS.
+            # Keep the latest rivals, so that with the new rival there are at most _MOST_RIVALS.
             latest_rivals = list(member.rivals.items())[1 - _MOST_RIVALS :]
             member.rivals = {**dict(latest_rivals), incarnation: now}
             heard_ago = now - member.last_heartbeat
@@ -301,8 +304,8 @@ class Membership:
                 raise HolmesError(
                     f"job {name!r} cannot join: it differs from job {other.name!r} in {text}"
                 )
-            # claims: one for each fragment. If the numbers of fragments differ, then so do the
-            # numbers of elements of a fragment. So one message serves both cases.
+            # A job has a claim for each fragment. If the numbers of fragments differ, then so do the
+            # numbers of elements of a fragment. So the same message serves both cases.
             if hello.totals != other.hello.totals or len(hello.claims) != len(other.claims):
                 raise HolmesError(
                     f"job {name!r} cannot join: it has other numbers of elements than job "
@@ -325,7 +328,7 @@ class Membership:
             if member.state == "gone" and member.name not in in_open_round
         ]
         gone.sort(key=lambda member: member.order)
-        for member in gone[:-MOST_JOBS]:  # all but the latest ones
+        for member in gone[:-MOST_JOBS]:  # all but the latest
             del members[member.name]
 
 

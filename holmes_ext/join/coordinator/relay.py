@@ -3,19 +3,20 @@
 Each such rank B keeps an idle connection to the coordinator, its standby line. When rank A of another job
 wants to reach B:
 
-1. A calls the coordinator with purpose "relay", naming B's job, incarnation and rank.
+1. A calls the coordinator with purpose "relay", naming B's job, its incarnation (start), and B's rank.
 2. The coordinator takes B's line out of its table, so that no other caller uses it, and sends on it
    {"call": ID, "job": A's job, "incarnation": ..., "address": A's address, or "" if A cannot be called}.
 3. B tries to call A's address and answers on its line
        {"answer": "reversed"}   B has called A. The line returns to the table, A gets {"relay": "reversed"}.
-       {"answer": "relay"}      B cannot. Both get {"relay": "go"}, and the coordinator forwards their bytes.
+       {"answer": "relay"}      B cannot call A. Both get {"relay": "go"}, and exchange their bytes through
+                                the coordinator.
 4. If B has no line within WAIT_S seconds, A gets {"relay": "alone"}.
 
 After "go", TLS between each rank and the coordinator ends. The bytes that follow are the handshake and the
 encryption of A and B themselves, so the coordinator sees only sizes and times. It buffers at most
 BUFFER_BYTES of each direction, then a fast sender waits for a slow receiver.
 
-Invariant: a line is in the table or belongs to exactly one caller. Nobody waits for ever: every wait and
+Invariant: a line is in the table or belongs to exactly one caller. No thread waits for ever: every wait and
 every message has a deadline, and a pair that moves no bytes for an hour is closed.
 """
 
@@ -37,7 +38,7 @@ from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import shares_host
 
 BUFFER_BYTES = 2**18
-#: Pairs of ranks whose bytes are forwarded at a time.
+#: Pairs of ranks that exchange bytes through the coordinator at a time.
 MOST_PAIRS = 256
 #: Seconds that a caller waits for the standby line of a rank.
 WAIT_S = 10.0
@@ -59,8 +60,8 @@ _LONGEST_VALUE = 300
 class _Line:
     """Idle connection that a rank behind NAT keeps open to the coordinator (standby line).
 
-    Other jobs cannot connect to this rank. When one wants to, the coordinator says so on this
-    connection.
+    Other jobs cannot connect to this rank. When a rank of another job wants to, the coordinator
+    announces its call on this connection.
     """
 
     channel: Channel
@@ -70,11 +71,11 @@ class _Line:
 
 
 class PeerRelay:
-    """Coordinator's part in connections to ranks that accept none from outside (NAT).
+    """Coordinator's part in connections to ranks that accept no connections from outside (NAT).
 
     Such a rank keeps an idle connection to the coordinator (standby line). When another rank wants
-    to connect, the coordinator says so on that line. Then the rank connects to the caller instead
-    (a reversed call), or the coordinator forwards bytes between the two.
+    to connect, the coordinator announces the call on that line. Then the rank connects to the caller
+    instead (a reversed call), or the coordinator forwards bytes between the two.
 
     Args:
         limit_bytes: Total bytes to forward; None: no limit; 0: forward none (reversed calls still
@@ -114,13 +115,13 @@ class PeerRelay:
         """Keep the connection as the standby line of a rank; return when the line is not needed any more.
 
         A standby line is an idle connection of a rank that cannot be called from outside; calls for the rank
-        are announced on it. Runs in the thread of the connection. A rank's new line replaces its old one.
+        are announced on it. Runs in the thread of the connection. A rank's new line replaces its old line.
 
         Args:
             channel: The connection.
             job: Job of the rank.
             incarnation: Identifies the start of the job.
-            purpose: What the rank sent when it connected: `rank`, its number.
+            purpose: Sent by the rank when it connected; its key `rank` is the rank's number.
         """
         line = _Line(channel, job)
         key = _key(job, incarnation, purpose.get("rank"))
@@ -133,7 +134,7 @@ class PeerRelay:
         # `over` is set by close(), by a newer line of the rank, or by the call() that has used this line.
         while not line.over.wait(_LOOK_S):
             with self._changed:
-                # A line that is not in the table belongs to a call(), which sets `over` at its end.
+                # A line that is not in the table belongs to a call(); that sets `over` at its end.
                 is_in_table = self._lines.get(key) is line
                 # idle(): open, and without received bytes. A rank sends nothing on a line without a call.
                 if is_in_table and not channel.idle():
@@ -141,10 +142,10 @@ class PeerRelay:
                     return
 
     def call(self, channel: Channel, job: str, purpose: Mapping[str, Any]) -> None:
-        """Connect a caller with a rank that accepts no connections; return when it has hung up.
+        """Connect a caller with a rank that accepts no connections; return when the call is over.
 
-        The rank has an idle connection to the coordinator (standby line), on which this call is
-        announced. The caller gets one of the replies
+        The rank has an idle connection to the coordinator (standby line); this call is announced
+        there. The caller gets a reply:
 
             alone      there is no connection: the rank has no standby line
             reversed   the rank itself has connected to the caller, so nothing is forwarded
@@ -155,8 +156,8 @@ class PeerRelay:
         Args:
             channel: The caller's connection.
             job: The caller's job.
-            purpose: What the caller sent. The called rank: its job `to_job`, the incarnation `to`
-                (start of that job), and its number `to_rank`. The caller: `job`, `incarnation`,
+            purpose: Sent by the caller. Its keys about the called rank: job `to_job`, incarnation `to`
+                (start of that job), number `to_rank`. About the caller: `job`, `incarnation`,
                 `address`, and the id `call` of this call.
         """
         key = _key(purpose.get("to_job"), purpose.get("to"), purpose.get("to_rank"))
@@ -174,7 +175,7 @@ class PeerRelay:
             answer = _call_on(line, announcement)
             if answer:
                 break
-            line.over.set()  # the line was dead; the rank may open another one before the deadline
+            line.over.set()  # the line was dead; the rank may open another before the deadline
         if line is None:
             channel.send({"relay": "alone"}, Deadline(_TELL_S, "an answer"))
         elif answer == "reversed":
@@ -199,7 +200,7 @@ class PeerRelay:
             deadline: End of the wait.
 
         Returns:
-            The line; None if the rank has opened none before the deadline.
+            The line; None if the rank has not opened a line before the deadline.
         """
         with self._changed:
             while key not in self._lines:
@@ -209,7 +210,7 @@ class PeerRelay:
             return self._lines.pop(key)
 
     def _bytes_left(self) -> float:
-        """Return how many bytes may still be forwarded. The caller holds the lock."""
+        """Return how many bytes may still be forwarded. The caller must hold the lock `_changed`."""
         if self._limit_bytes is None:
             return float("inf")
         return self._limit_bytes - sum(self._bytes.values())
@@ -217,10 +218,10 @@ class PeerRelay:
     def _forward(self, caller: Channel, job: str, line: _Line) -> None:
         """Forward bytes between a caller and the rank that it calls, until both have ended.
 
-        The called rank accepts no connections from outside, so it has opened one to the coordinator in
-        advance: its standby line, which carries the bytes from now on. The two ranks encrypt the bytes end
-        to end, with a TLS handshake of their own. The caller gets an error instead if MOST_PAIRS pairs are
-        open, or the limit of bytes is reached.
+        The called rank accepts no connections from outside. So it has connected to the coordinator in
+        advance; this standby line carries the bytes from now on. The two ranks encrypt the bytes end to end,
+        with a TLS handshake of their own. The caller gets an error instead if MOST_PAIRS pairs are open, or
+        the limit of bytes is reached.
 
         Args:
             caller: The caller's connection.
@@ -232,8 +233,8 @@ class PeerRelay:
                 refusal = {"error": "the relay takes no more pairs, or no more bytes"}
                 caller.send(refusal, Deadline(_TELL_S, "an answer"))
                 return
-        # Both get "go", and their TLS with the coordinator ends. What follows is encrypted between
-        # the two.
+        # Both get "go", and their TLS with the coordinator ends. The two encrypt all further bytes
+        # themselves.
         calling_end = _start_forwarding(caller)
         called_end = _start_forwarding(line.channel)
         pair = (calling_end, called_end)
@@ -278,7 +279,7 @@ class PeerRelay:
                     direction.write()
 
     def _count(self, job: str, count: int) -> bool:
-        """Add bytes to the total of a job; return whether more may be forwarded."""
+        """Add forwarded bytes to the total of a job; return whether more may be forwarded."""
         with self._changed:
             self._bytes[job] += count
             left = self._bytes_left()
@@ -288,7 +289,7 @@ class PeerRelay:
 
 
 class _Direction:
-    """One direction of a relayed connection: a buffer between a source and a target socket."""
+    """Direction of a relayed connection: bytes are read from a source socket and written to a target."""
 
     def __init__(self, source: socket.socket, target: socket.socket, job: str):
         self.source = source
@@ -358,8 +359,8 @@ def _key(job: object, incarnation: object, rank: object) -> str:
 def _without_loopback(announcement: dict[str, str]) -> dict[str, str]:
     """Return the message about a caller for the rank that it calls, without a loopback address.
 
-    The rank would try to connect to the caller's address. If that is a loopback address (127.0.0.1:7000) and
-    the two are on different hosts, it leads to a process on the rank's own host.
+    The rank would try to connect to the caller's address. A loopback address (127.0.0.1:7000) would lead it
+    to a process on its own host. Called if the two are on different hosts.
     """
     if is_loopback_address(announcement["address"]):
         return {**announcement, "address": ""}

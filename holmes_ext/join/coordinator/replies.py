@@ -1,4 +1,4 @@
-"""Replies of the coordinator about a round: JSON documents whose "verdict" says how the job continues.
+"""Replies of the coordinator about a round: JSON documents; their "verdict" names the job's next step.
 
 Pure: no clock, no network.
 """
@@ -20,12 +20,12 @@ def skip_reply(number: int) -> Reply:
 def go_reply(state: RunState, round_state: RoundState) -> Reply:
     """Return the reply "go", on which a job begins the exchange of pseudo-gradients.
 
-    It names round, attempt (the exchange is repeated without lost jobs), fragment, and the jobs
-    with their shares in the sum. It also has the norms that the jobs report for their
-    pseudo-gradients, and the pairs of jobs that exchange over the coordinator's relay.
+    The reply names the round, the fragment (part of the model), the jobs with their shares in the sum,
+    and the attempt: an exchange is repeated without jobs that were lost. It also has the norms that the
+    jobs report for their pseudo-gradients, and the pairs of jobs that use the coordinator's relay.
     """
     members = round_state.members  # job -> share of its pseudo-gradient in the sum
-    # Lengths that the jobs claim for their pseudo-gradients, which the receivers check.
+    # Lengths that the jobs claim for their pseudo-gradients; the receivers check them.
     norms = {
         name: report.norm for name, report in round_state.ready_reports.items() if name in members
     }
@@ -45,8 +45,8 @@ def go_reply(state: RunState, round_state: RoundState) -> Reply:
 def check_reply(state: RunState, round_state: RoundState) -> Reply:
     """Return the reply that makes members report digests of the data they received.
 
-    Its salt, a random text that goes into the digests, is published only now, after the exchange.
-    So a member without the data cannot report the digest of another member.
+    The digests contain a salt, a random text that is published only now, after the exchange. So a
+    member without the data cannot report the digest of another member.
     """
     return {
         "verdict": "check",

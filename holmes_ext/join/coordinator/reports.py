@@ -27,24 +27,24 @@ from holmes_ext.runtime.sockets import split_address
 from holmes_ext.words import counted
 
 T = TypeVar("T")
-#: Upper limit of whole numbers (versions, rounds, elements), which no run reaches.
+#: Upper limit of whole numbers (versions, rounds, elements); no run reaches it.
 MOST = 2**60
-#: Upper limit of the tokens of one pseudo-gradient.
+#: Upper limit of the tokens of a pseudo-gradient.
 _MOST_TOKENS = 1e18
 #: Upper limit of a norm, and of the gap.
 _MOST_NORM = 1e30
 #: Upper limit of a duration, in seconds.
 _MOST_SECONDS = 86400.0
-#: Jobs that one job may wait for, and jobs that a report may name.
+#: Jobs that a job may wait for, and jobs that a report may name.
 _MOST_JOBS = 64
 #: Ranks of a job, and fragments of a model.
 _MOST_RANKS = 2**16
 _MOST_FRAGMENTS = 2**12
-#: Memory of one address or claim of a job, in bytes.
+#: Memory of an address or claim of a job, in bytes.
 _BYTES_PER_ENTRY = 192
 #: Levels of nested tables in the settings of a job.
 _DEEPEST = 4
-#: Characters of one text in the settings of a job.
+#: Characters of a text in the settings of a job.
 _LONGEST_TEXT = 2**16
 #: Characters of a line for the log.
 _LINE = 300
@@ -118,12 +118,12 @@ def _factor(table: Table, key: str) -> float:
 
 
 def _line(table: Table, key: str) -> str:
-    """Return a text of the table as one printable line of limited length."""
+    """Return a text of the table as a printable line of limited length."""
     return printable(table.take(key, str), _LINE)
 
 
 def _checksum(table: Table, key: str) -> str:
-    """Return a checksum of the table ("" if it is unknown); raise HolmesError if it is no checksum."""
+    """Return a checksum in the table, or "" (not computed); raise HolmesError if the text is no checksum."""
     text: str = table.take(key, str)
     if text and not _CHECKSUM.fullmatch(text):
         raise HolmesError(f"{table.at(key)}: {text!r:.40} is not 16 hexadecimal digits")
@@ -138,14 +138,14 @@ def _by_job(table: Table, key: str, read: Callable[[Table, str], Any]) -> dict[s
 
 
 def _jobs(table: Table, key: str) -> tuple[str, ...]:
-    """Return a list of names of jobs; raise HolmesError if there are more than a run can have."""
+    """Return a list of names of jobs; raise HolmesError if it has more jobs than a run can have."""
     names = table.list(key, str)
     _require_at_most(len(names), _MOST_JOBS, table.at(key))
     return names
 
 
 def _require_at_most(count: int, most: int, location: str) -> None:
-    """Raise HolmesError, which begins with `location`, if there are more than `most` entries."""
+    """Raise HolmesError (a message that begins with `location`) if `count` is greater than `most`."""
     if count > most:
         raise HolmesError(f"{location} has {count} entries, more than {most}")
 
@@ -154,8 +154,8 @@ def _require_at_most(count: int, most: int, location: str) -> None:
 class Claim:
     """Version and checksum that a job reports for its copy of a fragment.
 
-    A version is the round of the fragment's last outer step. The coordinator compares the claims of
-    all jobs to find out whose weights are outdated or wrong.
+    A fragment is a part of the model. The coordinator compares the claims of all jobs to find jobs
+    with outdated or wrong weights.
     """
 
     version: int  # round of the fragment's last outer step
@@ -164,17 +164,17 @@ class Claim:
 
 @dataclass(frozen=True)
 class Hello:
-    """A job's description of itself, which it sends to the coordinator when it joins or reconnects.
+    """A job's description of itself, sent to the coordinator when the job joins or reconnects.
 
-    It has the facts and settings that must be equal in all jobs, the elements and addresses of each
-    rank, and the version of each fragment.
+    The hello has the facts and settings that must be equal in all jobs, the elements and addresses of
+    each rank, and the version of each fragment (part of the model).
     """
 
     #: Settings and facts about the model that must be equal in all jobs.
     agreed: Mapping[str, Any]
     #: Position in the model-parallel grid -> start, stop, rank, start, stop, rank, ...: the ranges of
-    #: flat parameter elements there, and the rank that exchanges each. An array takes a fifth of the
-    #: memory of a tuple.
+    #: flat parameter elements there, and the rank that exchanges each range. An array takes a fifth of
+    #: the memory of a tuple.
     maps: Mapping[str, Sequence[int]]
     #: HOST:PORT of each rank; "": the rank cannot be called.
     addresses: tuple[str, ...]
@@ -184,19 +184,19 @@ class Hello:
     min: int = _report_field(_number, 1, _MOST_JOBS)
     #: Seconds that the job waits for other jobs.
     timeout: float = _report_field(_real, _MOST_SECONDS)
-    #: Last round of which the job knows.
+    #: Last round in which the job has trained or been.
     round: int = _report_field(_number, 0, MOST, default=0)
     #: The job already trains in this run: it reconnects.
     entered: bool = _report_field(Table.take, bool, default=False)
     #: Names of the other jobs of the run that this job knows.
     peers: tuple[str, ...] = ()
-    memory_bytes: int = 0  # about what this object takes, without `agreed`
-    agreed_bytes: int = 0  # about what `agreed` takes
+    memory_bytes: int = 0  # approximate memory of this object, without `agreed`
+    agreed_bytes: int = 0  # approximate memory of `agreed`
 
     @property
     def totals(self) -> dict[str, int]:
         """Return the number of elements at each position of the model-parallel grid."""
-        # A map is start, stop, rank, start, stop, rank, ...: the last but one number is the last stop.
+        # A map is start, stop, rank, start, stop, rank, ...: the second last number is the last stop.
         return {position: ranges[-2] for position, ranges in self.maps.items()}
 
 
@@ -204,8 +204,8 @@ class Hello:
 class ReadyReport:
     """Report to the coordinator that a pseudo-gradient is ready to be sent (rounds=sync).
 
-    It has round, fragment, norm and number of tokens, and the versions of all fragments. The tensor
-    itself is not part of it; it goes directly from job to job.
+    The report has round, fragment (part of the model), norm and number of tokens, and the versions of
+    all fragments. The tensor itself goes directly from job to job.
     """
 
     fragment: int
@@ -225,10 +225,10 @@ class ReadyReport:
 
 @dataclass(frozen=True)
 class Offer:
-    """Pseudo-gradient of one fragment that a job offers for a later round (rounds=async).
+    """Pseudo-gradient of a fragment that a job offers for a later round (rounds=async).
 
-    The tensor itself is not part of it, only its norm, its tokens and the time left to apply the
-    aggregate.
+    The tensor itself is not part of the offer, only its norm, its tokens and the time left until the
+    job would apply the aggregate.
     """
 
     fragment: int
@@ -246,7 +246,8 @@ class Offer:
 class NextReport:
     """Report of a job that asks the coordinator for its next round (rounds=async).
 
-    It has the versions of all fragments, and the pseudo-gradients that the job offers.
+    The report has the versions of all fragments (parts of the model), and the job's offers: norm and
+    tokens of the pseudo-gradients that it could send.
     """
 
     #: Versions of all the job's fragments.
@@ -297,12 +298,12 @@ TELEMETRY = ("round", "step", "steps_per_second", "bits_per_second", "drift")
 
 
 def hello_from(document: dict[str, Any]) -> Hello:
-    """Return the validated `hello` of a job, with which it joins or reconnects.
+    """Return the validated `hello` of a job: its description when it joins or reconnects.
 
     The document has the addresses of the job's ranks, the ranges of elements that each rank
     exchanges ("maps"), the settings and facts that must be equal in all jobs ("agreed"), the names
-    of the jobs with which it has trained ("peers"), and the versions and checksums of its fragments
-    (claims).
+    of the jobs with which this job has trained ("peers"), and the versions and checksums of its
+    fragments (claims).
 
     Raises:
         HolmesError: The document is malformed.
@@ -350,11 +351,11 @@ def hello_from(document: dict[str, Any]) -> Hello:
 
 
 def ready_from(document: dict[str, Any], fragments: int) -> ReadyReport:
-    """Return the validated `ready` report of a job; raise HolmesError if it is malformed.
+    """Return a job's validated report "ready" (for a round); raise HolmesError if it is malformed.
 
     Args:
-        document: The report, as parsed JSON. Its claims are the version and checksum of each
-            fragment that the job has.
+        document: The report, as parsed JSON. Its claims are the version and checksum of the job's
+            copy of each fragment (part of the model).
         fragments: Number of fragments of the run.
     """
     report = Table(document, "the report of a job that is ready")
@@ -368,11 +369,11 @@ def ready_from(document: dict[str, Any], fragments: int) -> ReadyReport:
 
 
 def next_from(document: dict[str, Any], fragments: int) -> NextReport:
-    """Return the validated `next` report of a job; raise HolmesError if it is malformed.
+    """Return a job's validated report "next" (for any round); raise HolmesError if it is malformed.
 
     Args:
-        document: The report, as parsed JSON: version and checksum of each fragment that the job has
-            (claims), and a list of pseudo-gradients that it offers for a round ("offers").
+        document: The report, as parsed JSON: version and checksum of the job's copy of each fragment
+            (claims), and a list of pseudo-gradients that the job could send ("offers").
         fragments: Number of fragments of the run.
     """
     report = Table(document, "the report of a job that asks for its next round")
@@ -386,12 +387,12 @@ def next_from(document: dict[str, Any], fragments: int) -> NextReport:
 
 
 def done_from(document: dict[str, Any]) -> DoneReport:
-    """Return the validated `done` report of a job; raise HolmesError if it is malformed."""
+    """Return a job's validated report "done" (end of an exchange); HolmesError if it is malformed."""
     return _read_report(DoneReport, Table(document, "the report of a job that is done"))
 
 
 def checked_from(document: dict[str, Any]) -> CheckedReport:
-    """Return the validated `checked` report of a job; raise HolmesError if it is malformed."""
+    """Return a job's validated report "checked" (digests of data); HolmesError if it is malformed."""
     return _read_report(CheckedReport, Table(document, "the report of a job that has checked"))
 
 
@@ -412,11 +413,11 @@ def _claims(table: Table, fragments: int | None = None) -> tuple[Claim, ...]:
     The version of a fragment is the round of its last outer step.
 
     Args:
-        table: Report with the lists `versions` and `checksums`, which have one entry for each fragment.
+        table: Report with the lists `versions` and `checksums`, with an entry for each fragment.
         fragments: Number of claims that there must be; None: any number.
 
     Raises:
-        HolmesError: The lists are malformed, or cannot be true.
+        HolmesError: The lists are malformed, have different lengths, or contain impossible values.
     """
     versions = table.list("versions", int)
     checksums = table.list("checksums", str)
@@ -437,7 +438,7 @@ def _claims(table: Table, fragments: int | None = None) -> tuple[Claim, ...]:
 
 
 def _validated_ranges(maps: Table, position: str, ranks: int) -> array[int]:
-    """Return the shard map of one position: start, stop, rank, start, stop, rank, ...
+    """Return the validated shard map of a position: start, stop, rank, start, stop, rank, ...
 
     Each triple names a range of flat parameter elements, and the rank that exchanges it with other jobs.
 
@@ -455,7 +456,7 @@ def _validated_ranges(maps: Table, position: str, ranks: int) -> array[int]:
     expected_start = 0
     starts, stops, owner_ranks = flat[::3], flat[1::3], flat[2::3]
     for start, stop, rank in zip(starts, stops, owner_ranks):
-        # Each range must begin where the previous one ends (no holes, no overlaps), must not be
+        # Each range must begin at the end of the previous range (no holes, no overlaps), must not be
         # empty, and its rank must exist.
         if not (start == expected_start < stop <= MOST and 0 <= rank < ranks):
             raise HolmesError(
@@ -467,7 +468,7 @@ def _validated_ranges(maps: Table, position: str, ranks: int) -> array[int]:
 
 
 def _require_printable(position: str, table: Table) -> None:
-    """Raise HolmesError if the name of a position cannot be shown in a log."""
+    """Raise HolmesError if a name of a position in the model-parallel grid cannot be shown in a log."""
     if len(position) > _LINE or not position.isprintable():
         raise HolmesError(f"{table.source}: a position of its maps has no name that can be shown")
 
@@ -477,7 +478,7 @@ def _printable_json(value: Any, location: str, depth: int = 0) -> Any:
 
     Args:
         value: The value, as the JSON parser returns it.
-        location: Where the value stands in the document, for the error message.
+        location: Position of the value in the document, for the error message.
         depth: Number of tables and lists around the value.
 
     Raises:

@@ -2,7 +2,7 @@
 
 After Decoupled DiLoCo (arXiv 2604.21428):
 
-1. Each job sends `next` again and again, with an offer for each fragment of which it has a pseudo-gradient.
+1. Each job sends `next` again and again, with an offer for each fragment for which it has a pseudo-gradient.
    (A fragment is a part of the model's parameters that is exchanged in its own rounds.)
 2. When a quorum (half of the jobs, or the median of their settings `min` if that is more) offers the same
    fragment, a grace period begins in which other jobs may offer it, too.
@@ -14,8 +14,8 @@ After Decoupled DiLoCo (arXiv 2604.21428):
        idle     no round for this job at the moment. The methods return None for it; server.py repeats the
                 call for IDLE_S (a fraction of a second) before it sends "idle"
 
-There is one round at a time, of the fragment that was offered first. A job that was not ready
-contributes to a later round of the fragment. No job's training waits for another job.
+Rounds follow each other: the next round exchanges the fragment that was offered first. A job that was not
+ready contributes to a later round of the fragment. No job's training waits for another job.
 Pure: no clock, no network.
 """
 
@@ -41,7 +41,7 @@ _GRACE = 0.5
 
 
 class RollingRounds:
-    """Asynchronous rounds (rounds=async) on the coordinator: decides when the next one begins.
+    """Asynchronous rounds (rounds=async) on the coordinator: decides when the next round begins.
 
     A job offers pseudo-gradients and trains on without waiting. When enough jobs offer the same
     fragment, a round begins: these jobs exchange it, and all active jobs receive the aggregate.
@@ -56,8 +56,8 @@ class RollingRounds:
             state: State of the run, with its jobs and rounds.
             rounds: Opens and ends rounds.
             versions: Finds jobs whose weights are outdated.
-            awaited: Not used here, because no round waits for jobs that have yet to join. Both kinds
-                of rounds are made with the same arguments; lock_step.py uses it.
+            awaited: Not used here, because no round waits for jobs that have yet to join. Both round
+                policies take the same arguments; LockStepRounds uses it.
         """
         self._state = state
         self._rounds = rounds
@@ -66,16 +66,24 @@ class RollingRounds:
         # Job -> its last request. Its offers are the pseudo-gradients that the job could send now; they
         # are removed once the request is answered (_forget_offers).
         self._reports: dict[str, NextReport] = {}
-        # Fragment -> time of its first offer. It is reset when a round of the fragment begins, or when no job
+        # Fragment -> time of its first offer; forgotten when a round of the fragment begins, or when no job
         # offers it any more.
         self._first_offer_times: dict[int, float] = {}
-        # Fragment -> time at which enough jobs (a quorum) offered it. Then its grace period begins, in
-        # which the round waits for offers of further jobs.
+        # Fragment -> time at which enough jobs (a quorum) offered it. Then its grace period begins: the
+        # round waits for offers of further jobs.
         self._quorum_times: dict[int, float] = {}
 
     @staticmethod
     def read(document: dict[str, Any], fragments: int) -> NextReport:
-        """Return the `next` report in a request; raise HolmesError if it is malformed."""
+        """Parse the report "next" (a job asks for any round, with its offers) in a request.
+
+        Args:
+            document: The request, as parsed JSON.
+            fragments: Number of fragments of the run.
+
+        Raises:
+            HolmesError: The report is malformed.
+        """
         return next_from(document, fragments)
 
     def answer(self, name: str, report: NextReport, now: float) -> Reply | None:
@@ -86,7 +94,7 @@ class RollingRounds:
         1. "go" if the job is a member of the current round, or "void" if that round has failed
         2. "behind" if the job must first take newer weights from another job
         3. "void" if the job offers a pseudo-gradient that cannot be used
-        4. "go" for a new round, which begins if enough jobs now offer the same fragment
+        4. "go" for a new round; it begins if enough jobs now offer the same fragment
 
         Args:
             name: Name of the job.
@@ -103,7 +111,11 @@ class RollingRounds:
         return reply
 
     def _reply_to(self, name: str, report: NextReport, now: float) -> Reply | None:
-        """Store a request, and return the reply to it; see answer()."""
+        """Store a job's request, and return the first reply of answer()'s list that applies.
+
+        A job that sits out rounds gets None, and its request is not stored. All others get None while a round
+        without them is under way, or while no round can begin.
+        """
         state = self._state
         member = state.member(name)
         # A job that was late repeatedly takes no part in the next rounds (lateness.py).
@@ -112,7 +124,9 @@ class RollingRounds:
         member.state = "in"  # it takes part in the run
         self._request_times[name] = now
         self._reports[name] = report
-        if reply := self._reply_of_newest_round(name):
+        if reply := self._reply_of_newest_round(
+            name
+        ):  # "go" for a member, "void" for its failed round
             return reply
         last_round = state.rounds.get(state.number)
         if last_round is not None and not last_round.outcome:  # a round of other jobs is under way
@@ -148,10 +162,19 @@ class RollingRounds:
         """Begin a round, if enough jobs (a quorum) offer pseudo-gradients of the same fragment.
 
         The round begins when all jobs offer the fragment, or when a grace period for the other jobs is over.
-        Of several such fragments, the one that was offered first is exchanged.
+        Of several such fragments, the fragment that was offered first is exchanged.
+
+        The jobs of a round, each set a part of the one above:
+
+            active         take part in the run, and have sent a request in the last seconds
+            candidates     have the valid weights: they can take the outer step
+            members        can also exchange data with each other: they will take the outer step
+            contributors   offer a pseudo-gradient of the fragment
+
+        Contributors are compared with two numbers: the quorum, and the jobs that are expected to offer the
+        fragment. Both also count jobs that were heard of recently, but have not asked for a round again.
         """
         active = [member for member in self._state.members.values() if self._is_active(member, now)]
-        # Jobs with the valid weights; all of them take the outer step, whether they contribute or not.
         candidates = [member for member in active if member.is_up_to_date]
         candidates.sort(key=lambda member: member.order)
         # The fewest jobs without which all others can exchange data with each other (failed_pairs.py).
@@ -160,11 +183,11 @@ class RollingRounds:
         if not candidates or two_are_apart(candidates, left_out):
             return
         members = [member for member in candidates if member.name not in left_out]
-        # Unlike the candidates, these jobs may have outdated weights, or not have asked again since their
-        # last round: half of them are the quorum, so that few active jobs cannot begin a round alone.
+        # These jobs may have outdated weights, or not have asked again since their last round. The quorum
+        # is half of them, so that a few active jobs cannot begin a round alone.
         heard_recently = self._heard_recently(now)
         quorum = least_jobs(heard_recently)
-        # Jobs that may still offer the fragment.
+        # Jobs that may still offer the fragment; the round need not wait when all of them have.
         expected = [
             member
             for member in heard_recently
@@ -186,10 +209,10 @@ class RollingRounds:
                 return
 
     def _forget_offers(self, name: str) -> None:
-        """Forget what a job has offered in its last request, because that request is answered.
+        """Forget the pseudo-gradients that a job offered in its last request, because that is answered.
 
-        A reply may make the job drop pseudo-gradients: those that count in the round, and unusable ones. In
-        its next request it offers those that it still has.
+        The reply may make the job drop pseudo-gradients that count in the round or are unusable. In its next
+        request, the job offers those that it still has.
         """
         if report := self._reports.get(name):
             self._reports[name] = replace(report, offers={})
@@ -207,7 +230,7 @@ class RollingRounds:
         }
 
     def _is_active(self, member: Member, now: float) -> bool:
-        """Return whether a job takes part and has sent a request recently."""
+        """Return whether a job takes part in the run and has sent a request in the last seconds."""
         request_time = self._request_times.get(member.name)
         if member.state != "in" or request_time is None:
             return False
@@ -218,7 +241,7 @@ class RollingRounds:
 
         These are the jobs with a recent request, those that joined recently, and the members of the last
         round if it ended recently. The members send no requests for a next round during a round. If they
-        were missing here, the first one to ask after the round would be the only job, and so a quorum.
+        were missing here, the first job to ask after the round would be the only job, and so a quorum.
         """
         last_round = self._state.rounds.get(self._state.number)
         jobs = []
@@ -231,10 +254,10 @@ class RollingRounds:
         return jobs
 
     def _grace_s(self, fragment: int, contributors: Sequence[Member]) -> float:
-        """Return how long a round waits for further jobs once enough jobs are there, in seconds.
+        """Return how long a round waits for offers of further jobs after it has a quorum, in seconds.
 
         It is the setting `grace`. With grace=auto, it is half of the time that is left until the
-        first of these jobs needs the aggregate.
+        first contributor needs the aggregate.
 
         Args:
             fragment: Fragment of the round.
@@ -258,7 +281,7 @@ class RollingRounds:
         """Begin a round of a fragment, or void it at once if too few pseudo-gradients are usable.
 
         Each contributor's offer (norm and tokens of its pseudo-gradient) is recorded as a `ready`
-        report. So the later phases are the same code as for synchronous rounds.
+        report, so that the further course of the round is the same code as for synchronous rounds.
 
         Args:
             fragment: Fragment that the round exchanges.
@@ -283,15 +306,15 @@ class RollingRounds:
                 why=offer.why,  # reason if the pseudo-gradient cannot be used
             )
         ranks = {member.name: len(member.hello.addresses) for member in contributors}
-        # Norms of the fragment's recent pseudo-gradients: a job with a much larger one does not count.
+        # Norms of the fragment's recent pseudo-gradients: a job with a much larger norm does not count.
         usual_norms = self._rounds.usual_norms(fragment)
         # Job -> factor of its pseudo-gradient in the sum (not normalized). Jobs with an unusable
         # pseudo-gradient are missing.
         factors = weights_in_sum(round_state, ranks, outer_settings(contributors), usual_norms)
         has_begun = self._rounds.begin_exchange(round_state, members, factors, candidates, now)
         # If too few of the pseudo-gradients count, the round is void and the offers stay, for a
-        # later round. Otherwise the fragment's next round begins with new offers, so both times
-        # that decide when a round begins are forgotten: of the first offer, and of the quorum.
+        # later round. Otherwise the fragment's next round begins with new offers. So the times of the
+        # first offer and of the quorum, which decide when a round begins, are forgotten.
         if has_begun:
             self._first_offer_times.pop(fragment, None)
             self._quorum_times.pop(fragment, None)
@@ -300,7 +323,7 @@ class RollingRounds:
 
 
 def _unusable_offer(report: NextReport) -> str:
-    """Return why a pseudo-gradient of the report cannot be used; "" if all can be used."""
+    """Return why a pseudo-gradient that the report offers cannot be used; "": all can be used."""
     for offer in report.offers.values():
         if offer.norm is None:
             return offer.why or "its pseudo-gradient is not finite"

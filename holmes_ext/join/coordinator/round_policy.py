@@ -1,4 +1,4 @@
-"""Interface of a round policy: the coordinator's rules for when a round begins and who exchanges in it.
+"""Interface of a round policy: the coordinator's rules for when a round begins and which jobs are in it.
 
 `lock_step.LockStepRounds` (setting rounds=sync) makes all jobs wait for each other;
 `rolling.RollingRounds` (rounds=async) lets each job contribute when it is ready.
@@ -18,7 +18,7 @@ from holmes_ext.join.coordinator.versions import Versions
 class RoundPolicy(Protocol):
     """Rules for when a round begins and which jobs exchange pseudo-gradients in it."""
 
-    #: Value of `op` in the request with which a job of this policy asks for its next round.
+    #: Value of `op` in a job's request for its next round under this policy.
     question: ClassVar[str]
 
     def __init__(
@@ -31,16 +31,16 @@ class RoundPolicy(Protocol):
 
         Args:
             document: The request, as parsed JSON.
-            fragments: Number of fragments into which the run divides the model.
+            fragments: Number of fragments of the model in this run.
 
         Raises:
             HolmesError: The report is malformed.
         """
 
     def answer(self, name: str, report: Any, now: float) -> Reply | None:
-        """Return the reply to job `name`, which asks for its next round; None: it must ask again.
+        """Return the reply to a request of job `name` for its next round; None: it must ask again.
 
-        None means that nothing is decided yet. The key "verdict" of a reply has one of the values
+        None means that nothing is decided yet. The key "verdict" of a reply has a value of this list:
 
             go        exchange pseudo-gradients with the members that the reply names
             behind    first take newer weights from another job

@@ -1,7 +1,7 @@
 """Life of a round: it is opened, its members exchange pseudo-gradients, and it ends as commit or void.
 
-A committed round is an outer step of one fragment in all its members. A void round changes nothing: the jobs
-keep their pseudo-gradients for the fragment's next round. Pure: no clock, no network.
+A committed round is an outer step of a fragment (part of the model) in all its members. A void round changes
+nothing: the jobs keep their pseudo-gradients for the fragment's next round. Pure: no clock, no network.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from holmes_ext.join.coordinator.reports import Claim
 from holmes_ext.join.coordinator.state import Member, RoundState, RunState, least_jobs
 
-#: Members of a round of which none is in the majority.
+#: Number of members of a round for which neither member is in the majority.
 _TWO = 2
 #: Rounds that are remembered, for jobs that report late.
 _REMEMBERED = 64
@@ -20,7 +20,7 @@ _REMEMBERED = 64
 class Rounds:
     """Transitions of the rounds of a run: open, begin the exchange, commit, void.
 
-    A round exchanges the pseudo-gradients of one fragment, a part of the model's parameters.
+    A round exchanges the pseudo-gradients of a fragment, a part of the model's parameters.
     """
 
     def __init__(self, state: RunState):
@@ -53,7 +53,7 @@ class Rounds:
         electorate: Collection[Member],
         now: float,
     ) -> bool:
-        """Begin the exchange of pseudo-gradients, or void the round if too few jobs contribute one.
+        """Begin the exchange of pseudo-gradients, or void the round if too few jobs contribute.
 
         The jobs in `weights` contribute. They must be at least half of the jobs in `electorate`, and at
         least as many as the setting `min` of these jobs demands (least_jobs). Of an electorate of 5 with
@@ -99,12 +99,13 @@ class Rounds:
         left_out: Collection[str],
         why: str = "it and another member cannot exchange data",
     ) -> None:
-        """Record which jobs round `number` leaves out because of a conflict between two jobs.
+        """Record the jobs that round `number` leaves out because of a conflict between two jobs.
 
         Args:
             number: Number of the round.
             members: All jobs that could take part.
-            left_out: Those that are left out. The next time, it is another job's turn.
+            left_out: Names of those that are left out. The next conflict of the pair leaves out the other
+                job.
             why: Reason for the log.
         """
         for member in members:
@@ -122,7 +123,7 @@ class Rounds:
         Jobs that did not take part are marked as outdated.
 
         Args:
-            round_state: The round, whose `outcome` becomes "commit".
+            round_state: The round; its `outcome` becomes "commit".
         """
         state = self._state
         round_state.outcome = "commit"
@@ -147,7 +148,7 @@ class Rounds:
         state.events.append(f"round {round_state.number}: commit ({shares_text})")
 
     def void(self, round_state: RoundState, why: str) -> None:
-        """End the round without an outer step: the jobs keep their pseudo-gradients for the next one."""
+        """End the round without an outer step; the jobs keep their pseudo-gradients for a later round."""
         round_state.outcome = "void"
         round_state.why = why
         self._state.events.append(f"round {round_state.number}: void: {why}")
@@ -155,8 +156,8 @@ class Rounds:
     def forget(self) -> None:
         """Forget all commits and void the open rounds, because the jobs of an older run have returned.
 
-        The version of a fragment is the round of its last outer step. With commits, this
-        coordinator knows the valid one; without, it is the version that most jobs report.
+        The version of a fragment is the round of its last outer step. Commits tell the coordinator the
+        valid version. Without commits, the version that most jobs report is valid.
         """
         self._state.committed.clear()
         for round_state in self._state.rounds.values():
@@ -167,11 +168,11 @@ class Rounds:
 def two_are_apart(members: Collection[Member], left_out: Collection[str]) -> bool:
     """Return whether the only two members of a round cannot exchange data with each other.
 
-    Of two jobs none is in the majority. If one of them went on alone, the other would have to take weights
+    Of two jobs, neither is in the majority. If a job went on alone, the other would have to take weights
     that it cannot get.
 
     Args:
         members: All members.
-        left_out: Those that must be left out because of failed pairs.
+        left_out: Names of those that must be left out because of failed pairs.
     """
     return bool(left_out) and len(members) <= _TWO

@@ -1,7 +1,7 @@
 """Server process of the coordinator, started by `holmes join serve`. Needs no torch.
 
-A job opens two connections: one for heartbeats and one for requests. Each connection has its own thread,
-and names its purpose in the handshake:
+A job opens two connections, for heartbeats and for requests. Each connection has its own thread. The caller
+names the purpose in the handshake:
 
     heartbeat   telemetry every HEARTBEAT_S seconds; when the connection closes, the job is gone
     job         requests {"op": "hello" | "enter" | "ready" | "next" | "done" | "checked" | "maps", ...}
@@ -14,7 +14,7 @@ and names its purpose in the handshake:
 
 Protocol of a request:
 
-1. The thread of the connection passes it to `Coordinator`, which makes all decisions, under one lock.
+1. The thread of the connection passes it to `Coordinator`, under a lock: there all decisions are made.
 2. If the coordinator returns None (other jobs must report first), the thread waits on a condition variable
    and tries again whenever another request, a heartbeat or the clock may have changed the decision.
 3. After POLL_S seconds the reply is {"verdict": "wait"}, and the job repeats the request. For "next" it is
@@ -23,9 +23,9 @@ Protocol of a request:
 So no job waits for ever: every request is answered within POLL_S seconds, and the coordinator's rules give
 up jobs that stay silent.
 
-A connection speaks for the job named in its handshake, which must be in the caller's certificate. So no job
-can speak for another. One certificate stands for one job at a time, so nobody has several votes. A job that
-sends an impossible report is dropped, and so is one whose certificate was revoked.
+A connection acts for the job named in its handshake, and the caller's certificate must have that name. So no
+job can act for another. A certificate stands for one job at a time, so its holder has a single vote. A job
+that sends an impossible report is dropped, and so is a job with a revoked certificate.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Complaint(NamedTuple):
 
 
 class CoordinatorServer:
-    """Coordinator of one run behind a TCP port, which accepts connections from construction on."""
+    """Coordinator of a run behind a TCP port. The port accepts connections from construction on."""
 
     def __init__(
         self,
@@ -127,18 +127,18 @@ class CoordinatorServer:
         services: Sequence[Service] = (),
         settings: OuterSettings | None = None,
     ):
-        """Listen on a TCP port for the jobs of one run; serve() answers them.
+        """Listen on a TCP port for the jobs of a run; serve() answers them.
 
         Args:
             host: Address to listen on; "": all addresses of this host.
-            port: Port to listen on; 0: any free one. The attribute `port` is the actual one.
+            port: Port to listen on; 0: any free port. The attribute `port` is the actual port.
             open_run: Returns the state folder and the certificate of the run; called once, with the
                 actual port.
             tell: Called with each line for the log.
             relay: Forwards bytes between ranks that cannot call each other; default: without limit.
-            services: What runs beside the coordinator, such as an HTTP endpoint for metrics. At its
-                begin, serve() calls each function with this server; at its end, it closes the
-                returned context managers. A service reads status() in threads of its own.
+            services: Functions that start services beside the coordinator, such as an HTTP endpoint for
+                metrics. At its begin, serve() calls each function with this server; at its end, it
+                closes the returned context managers. A service reads status() in threads of its own.
             settings: Settings that all jobs of the run must have; None: those of its first job.
 
         Raises:
@@ -149,7 +149,7 @@ class CoordinatorServer:
         self.relay = relay or PeerRelay()
         # Lock of the coordinator and of these tables; notified when a waiting request may be decided.
         self._changed = threading.Condition()
-        # The policies decide when a round begins: one for rounds=sync, one for rounds=async.
+        # The policies decide when a round begins, with rounds=sync and with rounds=async.
         self._coordinator = Coordinator(time.monotonic(), policies=(LockStepRounds, RollingRounds))
         self._heartbeats: dict[JobIdentity, Channel] = {}  # open connections for heartbeats
         self._complaints: list[Complaint] = []  # of the last minute; their number is limited
@@ -190,14 +190,14 @@ class CoordinatorServer:
     def _serve_connection(self, guest: Guest) -> None:
         """Serve an accepted connection, in its thread, until it ends.
 
-        In the handshake the caller shows its certificate, and sends its purpose: a document that says what
-        the connection is for (listed at the top of this module). All callers but those of "status" and
+        In the handshake the caller shows its certificate, and sends its purpose: a document that names the
+        use of the connection (listed at the top of this module). All callers but those of "status" and
         "redeem" are ranks of the job that the certificate names. "status", "settings" and "redeem" get one
-        reply. For an unknown purpose nothing is done. When this function returns, the listener disconnects.
+        reply. Any other purpose is ignored. When this function returns, the listener disconnects.
 
         Args:
-            guest: The accepted connection. The number of unauthenticated ones is limited; admit() makes
-                it count as authenticated.
+            guest: The accepted connection. The number of unauthenticated connections is limited; admit()
+                makes this connection count as authenticated.
         """
         self._read_revocations()
         try:
@@ -234,7 +234,7 @@ class CoordinatorServer:
                 channel.send(reply, Deadline(ANSWER_S, "an answer"))
 
     def _short_reply(self, host: str, purpose: Purpose) -> dict[str, Any]:
-        """Return the reply to a caller that needs one document: a status, settings, a certificate."""
+        """Return the reply to a caller that needs one document: status, settings or certificate."""
         match purpose.get("purpose"):
             case "status":
                 return self.status()
@@ -335,8 +335,8 @@ class CoordinatorServer:
         """Return the reply to a request; drop the job if the request is malformed or false.
 
         Each reply also contains a salt: a random text for the checksum of the job's weights in the
-        next round. Only a job that has the weights can compute that checksum, so none can copy it.
-        The reply also lists the revoked certificates, which all jobs must refuse.
+        next round. So no job can copy that checksum: only a job that has the weights can compute it.
+        The reply also lists the revoked certificates. All jobs must refuse them.
         """
         try:
             reply = self._decide(identity, question)
@@ -361,7 +361,7 @@ class CoordinatorServer:
 
         Reports of other jobs may allow a decision meanwhile. Without one, the reply is "wait", and
         the job repeats its request. Jobs that train meanwhile (rounds=async) get "idle" after
-        IDLE_S, which is shorter.
+        IDLE_S, a shorter time.
 
         Raises:
             HolmesError: The request is malformed, or contradicts the state of the run.
@@ -392,8 +392,8 @@ class CoordinatorServer:
 
         Args:
             identity: The job that has sent the request.
-            request: Parsed JSON; "op" is its kind. A request for the job's next round has the op of
-                the round policy: "ready" for rounds=sync, "next" for rounds=async.
+            request: Parsed JSON; "op" is the type of the request. A request for the job's next round has
+                the op of the round policy: "ready" for rounds=sync, "next" for rounds=async.
 
         Raises:
             HolmesError: The request is malformed.
@@ -443,10 +443,10 @@ class CoordinatorServer:
         return reply
 
     def _log_events(self, wake: bool = False) -> None:
-        """Log the coordinator's new events, and wake the waiting requests. The caller holds the lock.
+        """Log the coordinator's new events, and wake the waiting requests. The caller must hold the lock.
 
         Args:
-            wake: Wake the waiting requests even if there is no new event.
+            wake: True: wake the waiting requests even if there is no new event.
         """
         events = self._coordinator.state.events
         new_events = events[self._logged_events :]

@@ -48,12 +48,12 @@ from holmes_ext.join.coordinator.state import (
     patience_s,
 )
 
-#: Members of a round of which none is in the majority.
+#: Number of members of a round for which neither member is in the majority.
 _TWO = 2
 #: Share of the timeout for which the round waits for the report of a member that no other member reached.
 _UNREACHED_SHARE = 0.25
 #: Share of the timeout for which an attempt lasts at least before half or more of its members can be given
-#: up. A member waits a whole timeout for another one's data before it reports the failure.
+#: up. A member waits a whole timeout for another member's data before it reports the failure.
 _HALF_SILENT_SHARE = 1.25
 
 
@@ -132,7 +132,7 @@ class Settlement:
         }
 
     def _reply_if_outdated(self, round_state: RoundState, name: str, attempt: int) -> Reply | None:
-        """Return the reply to a report that came too late; None if the report is still current.
+        """Return the reply to a report that is out of date; None if the report is still current.
 
         Args:
             round_state: The round.
@@ -156,8 +156,8 @@ class Settlement:
     ) -> Reply | None:
         """Return the verdict for a member that has reported; None while the next step is undecided.
 
-        It is "check" if the received data is to be compared, "go" if the exchange is repeated, and
-        "commit" or "void" if the round has ended.
+        The verdict is "check" if the received data is to be compared, "go" if the exchange is repeated,
+        and "commit" or "void" if the round has ended.
 
         Args:
             round_state: The round.
@@ -172,10 +172,10 @@ class Settlement:
         return None
 
     def _conclude_exchange(self, round_state: RoundState, now: float) -> None:
-        """Check or repeat the exchange, once all jobs of the round have reported that it has ended.
+        """Check or repeat the exchange after all jobs of the round have reported that it has ended.
 
-        The exchange is repeated if jobs were lost, or if pairs of jobs could not exchange. Otherwise, the
-        comparison of the received data begins. Nothing happens while a missing report may still arrive.
+        The exchange is repeated if jobs were lost, or if pairs of jobs could not exchange data. Otherwise,
+        the comparison of the received data begins. Nothing happens while a missing report may still arrive.
         """
         lost = self._lost_members(round_state, set(round_state.done_reports), now)
         if lost is None:
@@ -201,7 +201,7 @@ class Settlement:
 
         Args:
             round_state: The round.
-            failures: Pairs whose exchange failed, and who has reported each.
+            failures: Pairs whose exchange failed -> the jobs that have reported it.
             now: Current time, in seconds.
         """
         round_state.has_tried_relay = True
@@ -217,13 +217,12 @@ class Settlement:
         """Repeat the exchange without the fewest members such that no failed pair is left.
 
         A failed pair is two members that could exchange data neither directly nor over the coordinator's
-        relay. The next rounds leave out one of the two from their begin, for a while, so that they lose no
-        time (FailedPairs.separate). If the round has only two members, it is void: none of them is in the
-        majority.
+        relay. For a while, the next rounds begin without one of the two, so that they lose no time
+        (FailedPairs.separate). If the round has only two members, it is void: neither is in the majority.
 
         Args:
             round_state: The round.
-            failures: Pairs whose exchange failed over the relay, too, and who has reported each.
+            failures: Pairs whose exchange failed over the relay, too -> the jobs that have reported it.
             now: Current time, in seconds.
         """
         lost_s = now - round_state.exchange_begin
@@ -236,8 +235,8 @@ class Settlement:
             return
         self._rounds.note_left_out(round_state.number, members, dropped)
         for name in dropped & only_reporters(failures):
-            # The other job of the pair reports no failure, so this job's report may be false. It counts as
-            # a delay: a job that does this in several rounds in a row must sit out rounds (lateness.py).
+            # The other job of the pair reports no failure, so this job's report may be false. The report
+            # counts as a delay: after several rounds in a row with it, the job must sit out rounds.
             count_delay(self._state, self._state.members[name], round_state.number)
         self._repeat_without(round_state, dropped, now)
 
@@ -257,7 +256,7 @@ class Settlement:
         counting = [name for name in _contributors(round_state) if name not in round_state.excluded]
         digests: dict[str, dict[str, str]] = {}  # receiver -> sender -> digest of the received data
         for name, report in round_state.checked_reports.items():
-            if name in round_state.excluded:  # its word must not force yet another check
+            if name in round_state.excluded:  # its digests must not force yet another check
                 continue
             digests[name] = {
                 sender: digest for sender, digest in report.digests.items() if sender in counting
@@ -289,10 +288,10 @@ class Settlement:
     def _begin_check(self, round_state: RoundState, now: float) -> None:
         """Let all members compare the data they have received; repeat or void the round if too few count.
 
-        Members poll; they get the reply "check" after this call has increased
-        `round_state.check_number`. A pseudo-gradient counts if its job has a share above 0 and is
-        not excluded (excluded jobs contradict other members). If too few count, the exchange is repeated
-        without one of the excluded jobs. A round of two members, or without excluded jobs, is void instead.
+        Members poll; they get the reply "check" after this call has increased `round_state.check_number`.
+        A pseudo-gradient counts if its job has a share above 0 and is not excluded (excluded jobs contradict
+        other members). If too few count, the exchange is repeated without one excluded job. A round of
+        two members, or without excluded jobs, is void instead.
 
         Args:
             round_state: The round.
@@ -318,10 +317,11 @@ class Settlement:
     def _repeat_without_excluded(self, round_state: RoundState, now: float) -> None:
         """Repeat the exchange without one of the excluded jobs, because too few are left without all of them.
 
-        Example: of the jobs A, B and C, A reports that the data from B cannot be used, or differs from what
-        the others received. Nobody can tell whether A or B lies, so both are excluded, and C alone is no
-        round. Then the exchange is repeated without A in one round, and without B in the next one that needs
-        it (drop_preference, note_left_out). So a liar voids no rounds; the other job misses half of them.
+        Example: of the jobs A, B and C, A reports that the data from B cannot be used, or differs from the
+        data of the others. It is not clear whether A or B lies. So both are excluded, and C alone is no
+        round. Then the exchange is repeated without A; the next time that this happens, it is repeated
+        without B (drop_preference, note_left_out). So a liar voids no rounds; the other job misses half of
+        them.
 
         Args:
             round_state: The round, with the excluded jobs.
@@ -339,18 +339,18 @@ class Settlement:
     ) -> set[str] | None:
         """Return the members that are disconnected or have been silent for too long.
 
-        Members without a report are silent for too long once the last report of any member is older than
-        the median of all members' timeouts. A quarter of this median is enough if all others have reported
-        that they could not reach the silent members: during the exchange, the others have already waited
-        for the silent members.
+        Members without a report are silent for too long after this time:
 
-        The members that have reported may be the faulty ones: one whose connections are broken reports at
-        once that it reached nobody, while all others still wait for its data. So if the silent members are
-        half of the round or more, they are not lost before a wait for the data of a faulty member would
-        have ended (_HALF_SILENT_SHARE).
+        1. The median of all members' timeouts, counted from the last report of any member.
+        2. A quarter of it, if all members that have reported could not reach the silent members: they have
+           already waited for them during the exchange.
+        3. If the silent members are half of the round or more, not before the attempt has lasted 1.25 times
+           the median (_HALF_SILENT_SHARE). The reporting members may be faulty: a member with broken
+           connections reports at once that it reached no other member. The other members wait for its data,
+           and are silent meanwhile.
 
-        After the exchange, a check compares what the members received (check_number > 0). The two rules
-        above, on members that could not be reached and on half of the round, hold for the exchange only.
+        Rules 2 and 3 hold for the exchange only, not while a check compares the received data
+        (check_number > 0).
 
         Args:
             round_state: The round.
@@ -377,7 +377,7 @@ class Settlement:
         return silent | gone
 
     def _repeat_without_lost(self, round_state: RoundState, lost: set[str], now: float) -> None:
-        """Repeat the exchange without lost members, which have left a round that had begun.
+        """Repeat the exchange without members that have left the round after it had begun.
 
         Args:
             round_state: The round.
@@ -386,9 +386,9 @@ class Settlement:
         """
         for name in lost:
             self._state.events.append(f"round {round_state.number}: job {name} is lost on the way")
-            # The others have waited for its data in vain. This counts as more delays than a late `ready`,
-            # and also if the job has left the run: it may come back and do the same again. Jobs with
-            # several delays in a row must sit out rounds (lateness.py).
+            # The others have waited for its data in vain. This counts as more delays than a late `ready`.
+            # It also counts if the job has left the run, because the job may come back and do it again.
+            # Jobs with several delays in a row must sit out rounds (lateness.py).
             mark_unfinished(self._state, self._state.members[name], round_state.number)
         # At least half of the electorate must count in the round; lost members cannot.
         round_state.electorate -= lost
@@ -421,8 +421,8 @@ class Settlement:
     ) -> None:
         """Begin the next attempt of a round's exchange: its members send all data once more.
 
-        Everything that was recorded about the last attempt is reset: the members' reports, the number
-        of the check that compares what they received, and the members that this check excluded.
+        The records of the last attempt are deleted: the members' reports, the number of the check that
+        compares the received data, and the members that this check has excluded.
 
         Args:
             round_state: The round.
@@ -446,7 +446,7 @@ class Settlement:
 
 
 def _contributors(round_state: RoundState) -> list[str]:
-    """Return the members whose pseudo-gradients count; members with share 0 only receive."""
+    """Return the members that contribute a pseudo-gradient; members with share 0 only receive."""
     return [name for name, share in round_state.members.items() if share > 0]
 
 

@@ -14,7 +14,7 @@ from holmes_ext.join.coordinator.state import RoundState
 
 #: Number of recent norms of a fragment whose median counts as the usual norm.
 _REMEMBERED_NORMS = 16
-#: Jobs that are needed to tell which of them is the outlier.
+#: Jobs that are needed to identify the outlier among them.
 _LEAST_JOBS_TO_COMPARE = 3
 
 
@@ -28,8 +28,8 @@ def weights_in_sum(
 
     The weight is the job's number of tokens, or 1 with the setting weight=equal. A pseudo-gradient
     counts if it is finite and neither its norm nor its tokens exceed `limit` times the usual value
-    (`limit`: a setting; 0: no limit). The other jobs, and the reasons, are written to
-    `round_state.left_out`.
+    (`limit`: a setting; 0: no limit). Jobs whose pseudo-gradients do not count are written to
+    `round_state.left_out`, with the reasons.
 
     Args:
         round_state: The round, with the jobs' reports (norm and tokens of their pseudo-gradients).
@@ -64,8 +64,9 @@ def _leave_out_long_gradients(
 ) -> None:
     """Exclude jobs whose pseudo-gradient has a norm above `limit` times the median.
 
-    The median is that of earlier rounds; without any, that of this round, if it has at least three
-    jobs. Nothing is excluded if there is no median, or if all norms are too large.
+    The median is taken over the norms of earlier rounds. Without earlier rounds, it is taken over this
+    round's norms, if they are at least three. Nothing is excluded if there is no median, or if all
+    norms are too large.
 
     Args:
         round_state: The round; its `left_out` gets excluded job -> reason.

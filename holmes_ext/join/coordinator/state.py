@@ -24,7 +24,7 @@ from holmes_ext.join.coordinator.reports import CheckedReport, Claim, DoneReport
 
 #: Seconds between two heartbeats of a job.
 HEARTBEAT_S = 2.0
-#: Jobs in a run at a time, and gone ones that are remembered.
+#: Jobs in a run at a time; also the number of gone jobs that are remembered.
 MOST_JOBS = 64
 #: Bytes that the descriptions (hellos) of all jobs may take.
 _MOST_HELLO_BYTES = 2**28
@@ -37,7 +37,7 @@ class NotInRun(Exception):
 
 @dataclass
 class Member:
-    """State that the coordinator keeps of a job."""
+    """State of a job of the run, as the coordinator keeps it."""
 
     name: str
     incarnation: str  # identifies this start of the job
@@ -81,7 +81,11 @@ class Member:
 
 @dataclass
 class RoundState:
-    """State of a round: an exchange of the pseudo-gradients of one fragment, and the outer step after it."""
+    """State of a round: an exchange of a fragment's pseudo-gradients, and the outer step after it.
+
+    A fragment is a part of the model's parameters. A round has one or more attempts of its exchange; after an
+    attempt, one or more checks compare the received data (settlement.py).
+    """
 
     number: int
     fragment: int
@@ -100,7 +104,7 @@ class RoundState:
     left_out: dict[str, str] = field(default_factory=dict)
     #: Members that contradict the others in the current attempt -> reason.
     excluded: dict[str, str] = field(default_factory=dict)
-    #: Jobs of which at least half must count: those that were ready, without those lost since.
+    #: Jobs that were ready, without those lost since; at least half of these jobs must count.
     electorate: set[str] = field(default_factory=set)
     attempt: int = 0  # number of exchanges that were begun; 0: the round has not begun
     exchange_begin: float = 0.0  # time at which the first attempt began
@@ -121,9 +125,9 @@ class RoundState:
 
 @dataclass
 class RunState:
-    """Jobs and rounds that a coordinator knows.
+    """Jobs and rounds of a run, as the coordinator knows them.
 
-    All classes that decide about joining, rounds and versions share one instance of it.
+    All classes that decide about joining, rounds and versions share the same instance.
     """
 
     started: float  # time at which the coordinator started
@@ -151,12 +155,12 @@ class RunState:
         return member
 
     def make_room(self, name: str, hello: Hello) -> Hello:
-        """Return the description (hello) of a job in the form in which it is to be kept.
+        """Make room for the description (hello) of a job; return the description in the form to be kept.
 
         The descriptions of all jobs together have a limit of memory (_MOST_HELLO_BYTES). Two things save
-        memory. Jobs of a run have equal settings (`agreed`), so all descriptions refer to one copy. And if
-        the limit would be exceeded, jobs that are gone lose their shard maps, addresses and claims, those
-        that joined first before the others.
+        memory. Jobs of a run have equal settings (`agreed`), so all descriptions refer to the same copy. And
+        if the limit would be exceeded, jobs that are gone lose their shard maps, addresses and claims,
+        beginning with the job that joined first.
 
         Args:
             name: The job that says hello. Its earlier description is replaced.
@@ -198,17 +202,17 @@ class RunState:
         return sorted(participants, key=lambda member: member.order)
 
     def jobs_to_leave_out(self, members: Sequence[Member], now: float) -> set[str]:
-        """Return the members that a round leaves out, so that all others can exchange with each other.
+        """Return the members that a round leaves out, so that all others can exchange data with each other.
 
         Two jobs whose exchange has failed must not be in the same round for a while (failed_pairs.py). Of
-        each such pair, at least one job is left out. These are as few jobs as possible, and the next time
-        other jobs of the pairs are preferred (drop_preference).
+        each such pair, at least one job is left out. As few jobs as possible are left out; if there is a
+        choice, it is another job's turn than the last time (drop_preference).
         """
         pairs = self.failed_pairs.apart([member.name for member in members], now)
         return fewest_to_drop(pairs, drop_preference(pairs, members))
 
     def salt(self, *parts: object) -> str:
-        """Return a salt of 16 hexadecimal digits, which no job can compute before it is published.
+        """Return a salt of 16 hexadecimal digits that no job can compute before it is published.
 
         Jobs report checksums of their weights, or of received data, that contain such a salt. So a
         job cannot report a checksum that it has copied from another job in an earlier report.
@@ -224,7 +228,7 @@ def patience_s(members: Iterable[Member]) -> float:
     """Return how long these jobs wait for each other, in seconds.
 
     It is the median of their timeouts, so that no single job can make the others wait longer; of two jobs,
-    the smaller one.
+    the smaller timeout.
     """
     return statistics.median_low(member.hello.timeout for member in members)
 
@@ -232,12 +236,12 @@ def patience_s(members: Iterable[Member]) -> float:
 def least_jobs(electorate: Collection[Member]) -> int:
     """Return how many pseudo-gradients must count in a round.
 
-    It is the median of the jobs' settings `min` (of two jobs, the smaller one, so that no single job can
+    It is the median of the jobs' settings `min` (of two jobs, the smaller value, so that no single job can
     void all rounds), but at least half of the jobs.
 
     Args:
-        electorate: Jobs that are ready for the round. Late and silent jobs are not among them. Otherwise
-            somebody could join many jobs that never contribute, and the active ones would be less than half.
+        electorate: Jobs that are ready for the round, without late and silent jobs. If these counted, many
+            joined jobs that never contribute could make the active jobs less than half.
     """
     if not electorate:
         return 1
@@ -247,17 +251,17 @@ def least_jobs(electorate: Collection[Member]) -> int:
 
 
 def drop_preference(failures: Failures, members: Iterable[Member]) -> list[str]:
-    """Return the members in the order in which a round drops them, the first one most readily.
+    """Return the members in the order in which a round should drop them, the first most readily.
 
-    A round drops one job of each failed pair (two jobs that could not exchange data), and as few jobs as
-    possible. Where this leaves a choice, the jobs that come first in this order are dropped:
+    A round drops at least one job of each failed pair (two jobs that could not exchange data), and as few
+    jobs as possible. Where this leaves a choice, the jobs that come first in this order are dropped:
 
-    1. Jobs that are the only ones to report a failed pair: a false report costs its author most.
-    2. Jobs that were not dropped lately: if both ends report the failure, they are dropped in turns.
+    1. Jobs that report a failed pair whose other job reports no failure: a false report is costly.
+    2. Jobs that were not dropped lately: if both jobs report the failure, they are dropped in turns.
     3. Jobs that have joined later.
 
     Args:
-        failures: Failed pairs, and who has reported each.
+        failures: Failed pairs -> the jobs that have reported the failure.
         members: Members of the round.
     """
     accusers = only_reporters(failures)
@@ -268,7 +272,7 @@ def drop_preference(failures: Failures, members: Iterable[Member]) -> list[str]:
 
 
 def outer_settings(members: Sequence[Member]) -> Mapping[str, Any]:
-    """Return the --holmes-outer settings, which are equal in all jobs; an empty dict without jobs."""
+    """Return the --holmes-outer settings, equal in all jobs; an empty dict without jobs."""
     if not members:
         return {}
     settings: Mapping[str, Any] = members[0].hello.agreed.get("outer", {})

@@ -1,9 +1,9 @@
 """Comparison of the fragment versions that jobs report, and correction of jobs with other weights.
 
-The version of a fragment is the round of its last outer step. The version that most of the current
-jobs have is the valid one (consensus.py). A job with another version, for whatever reason (it is late
-or new, loaded an older checkpoint, missed a message, lied), takes the fragment from a job that has
-the valid one. The jobs hold all of this state, so the coordinator may be restarted at any time.
+The version of a fragment (part of the model) is the round of its last outer step. The version that most
+of the current jobs have is valid (consensus.py). A job with another version takes the fragment from a
+job with the valid version, for whatever reason it differs (it is late or new, loaded an older checkpoint,
+missed a message, lied). The jobs hold all of this state, so the coordinator may be restarted at any time.
 Pure: no clock, no network.
 """
 
@@ -19,11 +19,11 @@ from holmes_ext.join.coordinator.state import Member, RunState
 
 
 class Versions:
-    """Versions of the model's fragments that jobs report, and which of them are valid.
+    """Comparison of the fragment versions that jobs report: the valid version, and jobs without it.
 
     A version is the round of a fragment's last outer step. Jobs report versions and checksums
-    (claims). valid_claim() returns what most of them agree on, and behind_reply() what a job with
-    outdated weights must take from which job.
+    (claims). valid_claim() returns the claim that most of them support. behind_reply() names the
+    fragments that a job with outdated weights must take, and the job that gives them.
     """
 
     def __init__(self, state: RunState):
@@ -33,7 +33,7 @@ class Versions:
         """Return the valid version of a fragment, by majority of the members' claims.
 
         A claim is the version and the checksum that a job reports for its copy of the fragment.
-        Only members that are up to date vote, or all members if none is.
+        Only members that are up to date vote, or all members if none is up to date.
 
         Args:
             fragment: Index of the fragment.
@@ -55,7 +55,7 @@ class Versions:
         return agreed_claim(claims, self._state.committed.get(fragment), self._state.number)
 
     def behind_reply(self, member: Member) -> Reply | None:
-        """Return the verdict "behind" with the fragments that a job must take, and from which job.
+        """Return the verdict "behind" with the fragments that a job must take, and the job that gives them.
 
         The donor is the job that has most of these fragments, the earliest of several. Donors that
         gave this job wrong weights before, or cannot exchange data with it, are avoided if there are
@@ -112,8 +112,7 @@ class Versions:
             HolmesError: The job claims an outer step that the run has not taken.
         """
         member.claims = list(claims)
-        # An up-to-date job has this run's versions, and so has a job that got "behind" and took its
-        # weights.
+        # An up-to-date job has this run's versions. So has a job that got "behind" and took weights.
         can_have_no_later_version = member.is_up_to_date or member.was_told_to_take_weights
         for fragment, claim in enumerate(member.claims):
             # A restarted coordinator has seen no step of the fragment: any version is possible.
@@ -124,19 +123,19 @@ class Versions:
                     f"it was last stepped in round {last_step}"
                 )
         self._record_lying_donors(member)
-        # Without a reply "behind" there is no fragment that the job must take from another one.
+        # Without a reply "behind" there is no fragment that the job must take from another job.
         if not member.is_up_to_date and self.behind_reply(member) is None:
             member.is_up_to_date = True
 
     def _donors(self, member: Member) -> dict[str, list[int]]:
-        """Return from which jobs (donors) a job with outdated weights can take which fragments.
+        """Return the jobs (donors) from which a job with outdated weights can take fragments.
 
         Args:
             member: The job that needs weights.
 
         Returns:
-            Donor -> the fragments that it has in the valid version and `member` has not. Empty if
-            all fragments of `member` are valid.
+            Donor -> its fragments with the valid version, among those that `member` must take. Empty
+            if all fragments of `member` are valid.
         """
         others = [other for other in self._state.participants() if other is not member]
         donors: dict[str, list[int]] = {}
@@ -152,8 +151,8 @@ class Versions:
     def _record_lying_donors(self, member: Member) -> None:
         """Find donors that have sent wrong weights, and distrust them from now on.
 
-        A donor is a job from which the member took a fragment of the valid version. If the member
-        then reports that version with another checksum than the valid one, the donor is distrusted.
+        A donor is a job from which the member took a fragment of the valid version. If the member then
+        reports that version with a wrong checksum, the donor is distrusted.
 
         Args:
             member: The job that took weights; its `distrusted_donors` gets the names.

@@ -1,9 +1,9 @@
-"""Invitation to a run: what a job needs to get its certificate from `holmes join serve`. Needs no torch.
+"""Invitation to a run: a file that gets a job its certificate from `holmes join serve`. Needs no torch.
 
 An invitation is a JSON file:
 
     job            name that the certificate will have
-    address        HOST:PORT of the coordinator, as `holmes join invite` was told it
+    address        HOST:PORT of the coordinator, from the options of `holmes join invite`
     fingerprint    SHA-256 of the coordinator's certificate
     secret         144 random bits; whoever sends them first gets the certificate
 
@@ -41,14 +41,14 @@ from holmes_ext.runtime.sockets import address_text
 
 #: Bytes of the secret.
 _SECRET_BYTES = 18
-#: Purpose of the connection on which a job redeems its invitation.
+#: Purpose of a job's connection to redeem its invitation.
 REDEEM = "redeem"
 _ADVICE = "write one with `holmes join invite NAME --output FILE`"
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """Invitation of one job to one run, which can be used once."""
+    """Invitation of a job to a run; it can be used once."""
 
     job: str  # name that the job's certificate will have
     address: str  # HOST:PORT of the coordinator
@@ -62,13 +62,13 @@ class Invitation:
         Args:
             job: Name of the job.
             address: HOST:PORT of the coordinator.
-            fingerprint: SHA-256 of the coordinator's certificate, by which the job recognizes it.
+            fingerprint: SHA-256 of the coordinator's certificate; the job recognizes the coordinator by it.
         """
         return cls(job, address, fingerprint, secrets.token_urlsafe(_SECRET_BYTES))
 
     @property
     def digest(self) -> str:
-        """Return the name under which the invitation is recorded, from which the secret cannot be found."""
+        """Return the name under which the invitation is recorded: a hash of the secret."""
         return digest_of_secret(self.secret)
 
     def text(self) -> str:
@@ -89,7 +89,7 @@ def digest_of_secret(secret: str) -> str:
 
 
 def read_invitation(path: Path) -> Invitation:
-    """Return the invitation in a file.
+    """Read an invitation from a file.
 
     Raises:
         HolmesError: The file is missing, belongs to another user, or has no invitation.
@@ -110,15 +110,15 @@ def redeem(
 ) -> IssuedCertificate:
     """Exchange an invitation for a certificate.
 
-    The coordinator issues the same certificate again if it is asked again with the same key, so a
+    If the request is repeated with the same key, the coordinator returns the same certificate. So a
     lost reply does no harm.
 
     Args:
         invitation: The invitation.
         host: Host of the coordinator.
         port: Port of the coordinator.
-        key: Private key of the job, which stays here.
-        deadline: Until when the certificate must be here.
+        key: Private key of the job; it is not sent.
+        deadline: The certificate must have been received by then.
 
     Raises:
         OSError: The coordinator was not reached.

@@ -1,4 +1,4 @@
-"""Where a job's certificate comes from, and the file in which it is kept. Needs no torch.
+"""Certificate of a job: how the job gets and keeps it. Needs no torch.
 
 Rank 0 of the job looks in this order:
 
@@ -47,10 +47,12 @@ class JobCertificate:
     key: str  # private key
     certificate: str = ""  # "": the invitation was not redeemed yet
     authority: str = ""  # certificate of the CA that has signed `certificate`
-    invitation: str = ""  # hash of the secret of the invitation from which the certificate comes
+    invitation: str = (
+        ""  # hash of the secret of the invitation for which the certificate was issued
+    )
 
     def credentials(self) -> Credentials:
-        """Return the credentials with this certificate.
+        """Return the job's credentials for TLS connections, from this key and these certificates.
 
         Raises:
             HolmesError: The texts are damaged.
@@ -66,7 +68,7 @@ class JobCertificate:
 def obtain_certificate(
     address: JoinAddress, invitation_file: str, environ: Mapping[str, str], deadline: Deadline
 ) -> JobCertificate:
-    """Return the certificate of a job, after getting one if this is its first start.
+    """Return the certificate of a job: a new certificate at its first start, then the kept certificate.
 
     At the first start with an invitation, the coordinator issues the certificate. The job keeps it in a
     file, and uses it at later starts. If the coordinator runs on this host as this user, the job needs no
@@ -75,8 +77,8 @@ def obtain_certificate(
     Args:
         address: Name of the job, and address of the coordinator.
         invitation_file: Value of --holmes-join-invitation; "": not given.
-        environ: Environment variables, which say where state is kept.
-        deadline: Until when the coordinator must have answered.
+        environ: Environment variables that name the folder for state (XDG_STATE_HOME, HOME).
+        deadline: The coordinator must have answered by then.
 
     Raises:
         OSError: The coordinator was not reached; try again.
@@ -114,13 +116,13 @@ def obtain_certificate(
 
 
 def kept_file(address: JoinAddress, environ: Mapping[str, str]) -> Path:
-    """Return the file in which the certificate of a job is kept."""
+    """Return the path of the file that keeps the certificate of a job."""
     name = f"{address.job}@{address.host}-{address.port}.json".replace("/", "-")
     return state_home(environ) / "join-jobs" / name
 
 
 def kept_certificates(host: str, port: int, environ: Mapping[str, str]) -> list[JobCertificate]:
-    """Return the certificates that jobs of this user keep for a coordinator."""
+    """Return the certificates for a coordinator's run that jobs of this user have kept in files."""
     # The file of a job is NAME@HOST-PORT.json, so "@HOST-PORT.json" is the end of all jobs' files.
     file_without_job = kept_file(JoinAddress("", host, port), environ)
     folder = file_without_job.parent
@@ -135,7 +137,7 @@ def kept_certificates(host: str, port: int, environ: Mapping[str, str]) -> list[
 
 
 def run_on_this_host(address: JoinAddress, environ: Mapping[str, str]) -> RunFolder | None:
-    """Return the state folder of the coordinator, if it runs on this host as this user; else None."""
+    """Return the state folder of a coordinator, if it runs on this host as this user; otherwise None."""
     run = RunFolder.of_port(environ, address.port)
     if run.has_authority and _is_this_host(address):
         return run
@@ -143,7 +145,7 @@ def run_on_this_host(address: JoinAddress, environ: Mapping[str, str]) -> RunFol
 
 
 def _is_this_host(address: JoinAddress) -> bool:
-    """Return whether a coordinator's address belongs to this host, without sending anything."""
+    """Return whether a coordinator's address belongs to this host; nothing is sent."""
     try:
         infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)
         family, kind, _, _, target = infos[0]
@@ -159,7 +161,7 @@ def _signed_on_this_host(run: RunFolder, job: str) -> JobCertificate:
     """Return a new key and certificate for a job, signed by the run's CA without the coordinator.
 
     This process makes an invitation in the state folder of the run, and redeems it at once. Both need only
-    the files of the folder, which belongs to this user.
+    the files of the folder, and the folder belongs to this user.
 
     Raises:
         HolmesError: The job was revoked, or the folder cannot be used.
@@ -175,13 +177,20 @@ def _signed_on_this_host(run: RunFolder, job: str) -> JobCertificate:
 def _redeemed(
     kept: JobCertificate, invitation: Invitation, address: JoinAddress, deadline: Deadline
 ) -> JobCertificate:
-    """Return the certificate that the coordinator issues for an invitation and the kept key."""
+    """Exchange an invitation for a certificate with the kept key, and return the certificate.
+
+    Args:
+        kept: Its key is used.
+        invitation: The invitation.
+        address: Address of the coordinator.
+        deadline: The coordinator must have answered by then.
+    """
     issued = redeem(invitation, address.host, address.port, kept.key, deadline)
     return JobCertificate(kept.key, issued.certificate, issued.authority, invitation.digest)
 
 
 def _read_kept(path: Path) -> JobCertificate | None:
-    """Return the certificate in a kept file; None: there is no file."""
+    """Read the certificate that a job has kept in a file; None: there is no file."""
     try:
         text = read_private(path)
     except FileNotFoundError:
@@ -190,10 +199,10 @@ def _read_kept(path: Path) -> JobCertificate | None:
 
 
 def _keep(path: Path, certificate: JobCertificate) -> None:
-    """Write the kept file.
+    """Write a job's certificate to the file that keeps it.
 
     Raises:
-        HolmesError: It cannot be written.
+        HolmesError: The file cannot be written.
     """
     try:
         make_private_folder(path.parent)

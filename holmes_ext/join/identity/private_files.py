@@ -1,7 +1,7 @@
 """Files and folders that only this user can read, for keys and invitations. Needs no torch.
 
-A file is complete or absent, also on a full disk. A link at its place is not followed. A file or folder of
-another user is refused: whoever owns it knows its content, or could replace it.
+A file is complete or absent, also on a full disk. A link at its path is not followed. A file or folder of
+another user is refused, because its owner knows its content, or could replace it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def state_home(environ: Mapping[str, str]) -> Path:
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder that only this user can enter, unless there is one.
+    """Make a folder that only this user can enter, unless it exists.
 
     Raises:
         HolmesError: The folder cannot be made, is another user's, or can be read by others.
@@ -70,7 +70,7 @@ def write_private(path: Path, text: str, replaces: bool = False) -> None:
     Raises:
         OSError: The file cannot be written; FileExistsError: it exists.
     """
-    # Another process, or user, cannot guess the name; O_EXCL and O_NOFOLLOW refuse what lies there.
+    # Another process, or user, cannot guess the name; O_EXCL and O_NOFOLLOW refuse an existing file or link.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:

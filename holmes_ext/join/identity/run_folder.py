@@ -1,10 +1,10 @@
 """State folder of `holmes join serve`: the CA of a run, its invitations, and revocations. Needs no torch.
 
     run.json               key and certificate of the CA and of the coordinator
-    invitations/HASH       one file for each invitation: name of the job, its certificate once it has redeemed
+    invitations/HASH       a file for each invitation: name of the job, its certificate after it has redeemed
                            the invitation, and whether it was revoked. HASH: of the secret
     revoked_names/NAME     with a site's CA: a certificate with this name is refused
-    serving.lock           locked while a coordinator runs, so that there is only one
+    serving.lock           locked while a coordinator runs, so that a second coordinator is refused
     changes.lock           locked while a process changes an invitation
 
 `holmes join invite` and `holmes join revoke` change the folder, and a running coordinator reads it. So they
@@ -60,7 +60,7 @@ _DAMAGED = "remove the folder for a new CA, and invite all jobs again"
 class _RunFile:
     """Content of run.json: keys and certificates of the run's CA and of its coordinator, as PEM texts."""
 
-    authority_key: str  # private key of the CA, which signs the certificates of the jobs
+    authority_key: str  # private key of the CA; it signs the certificates of the jobs
     authority: str  # certificate of the CA
     key: str  # private key of the coordinator
     certificate: str  # of the coordinator, signed by the CA
@@ -68,7 +68,7 @@ class _RunFile:
 
 @dataclass(frozen=True)
 class _Record:
-    """Content of the file of an invitation."""
+    """Record of an invitation: content of its file in the folder."""
 
     job: str
     certificate: str = ""  # PEM text; "": not redeemed
@@ -92,17 +92,17 @@ class ServedRun:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """State folder of a run: jobs that train one model together through one coordinator.
+    """State folder of a run (jobs that train one model together), on the host of its coordinator.
 
-    The folder is on the coordinator's host. It has the CA that signs the jobs' certificates, the invitations
-    of jobs, and the list of revoked certificates; a restarted coordinator reads them again.
+    The folder has the CA that signs the jobs' certificates, the invitations of jobs, and the list of revoked
+    certificates; a restarted coordinator reads them again.
     """
 
     path: Path  # belongs to this user
 
     @classmethod
     def of_port(cls, environ: Mapping[str, str], port: int) -> RunFolder:
-        """Return the folder of the coordinator on a port of this host, which need not exist."""
+        """Return the folder of the coordinator on a port of this host; the folder need not exist."""
         return cls(state_home(environ) / f"join-{port}")
 
     @property
@@ -111,7 +111,7 @@ class RunFolder:
         return os.path.exists(self.path / _RUN_FILE)  # False, too, if this user may not look
 
     def make(self, with_authority: bool = True) -> None:
-        """Make the folder unless it exists, and its CA.
+        """Make the folder and its CA, unless they exist.
 
         Args:
             with_authority: False: a site's CA signs the certificates.
@@ -149,7 +149,7 @@ class RunFolder:
             yield
 
     def served(self, of_site: Credentials | None = None) -> ServedRun:
-        """Return the folder and the coordinator's credentials, which refuse revoked certificates.
+        """Return the folder, and the coordinator's credentials with the list of revoked certificates.
 
         The folder and the CA of the run are made if they do not exist.
 
@@ -171,7 +171,7 @@ class RunFolder:
         return ServedRun(self, credentials)
 
     def credentials(self) -> Credentials:
-        """Return the credentials of the coordinator, signed by the CA of the run."""
+        """Return the coordinator's credentials for TLS: a certificate that the run's CA has signed."""
         run_file = self._run_file()
         try:
             pair = KeyPair(run_file.key, run_file.certificate)
@@ -187,7 +187,7 @@ class RunFolder:
         return self._run_file().authority
 
     def invite(self, job: str, address: str) -> Invitation:
-        """Return a new invitation, after recording it.
+        """Record a new invitation in the folder, and return it.
 
         Args:
             job: Name of the job.
@@ -202,12 +202,13 @@ class RunFolder:
         return invitation
 
     def redeem(self, job: str, secret: str, request: str) -> IssuedCertificate:
-        """Return the certificate of an invitation, which is signed at the first call.
+        """Return the certificate of an invitation; the first call signs it.
 
         Args:
             job: Name of the job.
             secret: Secret of the invitation.
-            request: Certificate request of the job. A second call needs one with the same key.
+            request: Certificate request of the job, as PEM text. A second call needs a request with the
+                same key.
 
         Raises:
             HolmesError: There is no such invitation, it was used by another key or revoked, or the
@@ -277,8 +278,8 @@ class RunFolder:
 
         Args:
             certificate: The job's certificate, as PEM text; "": it has none yet.
-            authority: Certificate of the CA that signed it, as PEM text, which the job has kept, too. If this
-                is not the CA of this run, the job's certificate is one of an earlier run.
+            authority: Certificate of the CA that signed it, as PEM text; the job has kept it, too. If this is
+                not the CA of this run, the job's certificate is of an earlier run.
         """
         if not certificate or authority != self.authority:
             return False
@@ -290,7 +291,10 @@ class RunFolder:
         return bool(records) and all(record.revoked for record in records)
 
     def revocations(self) -> frozenset[str]:
-        """Return the list of revoked certificates, as Credentials.revoke() takes it."""
+        """Return the list of revoked certificates, in the form of Credentials.revoke().
+
+        An entry is "sha256:" and the hash of a certificate, or "name:" and the name of a job.
+        """
         entries = {
             BY_FINGERPRINT + fingerprint_of(record.certificate)
             for record in self._records().values()
@@ -302,9 +306,9 @@ class RunFolder:
         return frozenset(entries)
 
     def changed_at(self) -> tuple[int, ...]:
-        """Return when invitations and revoked names were last changed, in nanoseconds, for each folder.
+        """Return when the folders of invitations and of revoked names were last changed, in nanoseconds.
 
-        A caller compares the result with an earlier one. If both are equal, it need not read the list of
+        A caller compares the result with an earlier result. If both are equal, it need not read the list of
         revocations again.
         """
         folders = (self.path / _INVITATIONS, self.path / _REVOKED_NAMES)
@@ -370,7 +374,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Wait until no other process changes an invitation, and keep others from it."""
+        """Hold the lock that allows a single process at a time to change invitations."""
         with self._lock_file("changes.lock") as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # held for milliseconds
             yield

@@ -1,4 +1,4 @@
-"""Lets jobs that train with DeepSpeed join: they train the same model and exchange weights now and then.
+"""Lets jobs that train with DeepSpeed join other jobs: they train the same model and exchange weights.
 
 Joined jobs (--holmes-join) each make training steps of their own. After a number of steps, the outer training
 (join) averages their progress and writes new weights. For that it needs from DeepSpeed:
@@ -58,10 +58,10 @@ def _take_model_step(call, instance):
         call: Runs the wrapped DeepSpeedEngine._take_model_step with its arguments.
         instance: The DeepSpeed engine.
     """
-    # Only one optimizer or engine of a process is counted: the first for which claim() is called.
-    # claim() returns whether that is this engine. It returns False in a job that trains alone, that
-    # is, without other jobs. Before the first step, claim() also connects to the other jobs; for
-    # that, it calls _adapter().
+    # Only the steps of one optimizer or engine of a process are counted: the first object for
+    # which claim() is called. claim() returns whether that is this engine; it returns False in a job
+    # that trains alone. Before the first step, claim() also connects to the other jobs; for that, it
+    # calls _adapter().
     is_training_step = training.claim(instance, lambda: _adapter(instance))
     result = call()  # DeepSpeedEngine._take_model_step; sets _step_applied
     if is_training_step and instance._step_applied:  # not applied: gradients have overflowed
@@ -71,7 +71,7 @@ def _take_model_step(call, instance):
 
 
 def _adapter(engine: Any) -> training.FrameworkAdapter:
-    """Return the functions by which the outer training reads and writes the weights of this engine."""
+    """Return the functions by which the exchange with other jobs reads and writes an engine's weights."""
     from deepspeed.accelerator import get_accelerator
 
     return training.FrameworkAdapter(
@@ -82,8 +82,8 @@ def _adapter(engine: Any) -> training.FrameworkAdapter:
         written=lambda: _update_model_weights(engine),
         # Numbers of pipeline stages and tensor-parallel ranks: must be the same in all joined jobs.
         agreed={"sizes": _sizes(engine)},
-        # Called before this job connects to the others. Returns why it cannot exchange weights with
-        # these settings, such as "experts are not supported"; None: it can.
+        # Called before this job connects to the others. Returns the reason why it cannot exchange
+        # weights with these settings, such as "experts are not supported"; None: it can.
         refusal=lambda settings: refusal(engine, settings),
     )
 
@@ -101,7 +101,8 @@ def refusal(engine: Any, settings: OuterSettings) -> str | None:
     """Return why a job with this DeepSpeed engine cannot exchange weights with other jobs, or None if it can.
 
     Args:
-        settings: How the jobs exchange weights.
+        engine: The DeepSpeed engine.
+        settings: Settings of the exchange between jobs (--holmes-outer).
     """
     from torch.optim import Optimizer
 
@@ -124,7 +125,7 @@ def refusal(engine: Any, settings: OuterSettings) -> str | None:
     return training.refusal_of_copies(settings, _sizes(engine), has_tied_layers)
 
 
-#: What DeepSpeed's grid and others' mpu call an axis, before "_world_size" or "_rank".
+#: Names of an axis in the methods of DeepSpeed's grid and others' mpu, before "_world_size" or "_rank".
 _AXES = {
     "pipe": ("get_pipe_parallel", "get_pipeline_model_parallel"),
     "model": ("get_slice_parallel", "get_tensor_model_parallel", "get_model_parallel"),
@@ -160,8 +161,8 @@ def _sizes(engine: Any) -> dict[str, int]:
 def _weights(engine: Any) -> training.WeightShards:
     """Return the float32 weights that this rank's optimizer updates, as flat views of its buffers.
 
-    With ZeRO, these are shards. So the result also has names and whole shapes of all parameters of
-    which ranks at this pipeline stage and tensor-parallel position update shards.
+    With ZeRO, these are shards of parameters. So the result also has the names and whole shapes of all
+    parameters that the ranks at this pipeline stage and tensor-parallel position update together.
 
     Args:
         engine: The DeepSpeed engine.
@@ -196,7 +197,7 @@ def _weights(engine: Any) -> training.WeightShards:
 
 
 class _Piece(NamedTuple):
-    """Consecutive elements of one parameter that this rank's optimizer updates."""
+    """Consecutive elements of a parameter that this rank's optimizer updates."""
 
     parameter: Any
     first: int  # index of the first of these elements in the flattened parameter
@@ -206,8 +207,8 @@ class _Piece(NamedTuple):
 def _pieces(optimizer: Any) -> Iterator[_Piece]:
     """Yield, for each parameter of a DeepSpeed optimizer, the elements that this rank updates.
 
-    ZeRO and BF16_Optimizer divide the elements among the data-parallel ranks. In other optimizers each rank
-    updates all of them.
+    ZeRO and BF16_Optimizer divide the elements among the data-parallel ranks. With other optimizers each rank
+    updates all elements.
     """
     import deepspeed.comm as dist
 
@@ -236,7 +237,7 @@ def _pieces(optimizer: Any) -> Iterator[_Piece]:
     elif kind == "FP16_Optimizer":
         for group, buffer in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat):
             yield from _pieces_of_buffer(group, offsets(group), buffer, begin=0)
-    else:  # torch's optimizer, which updates the model's own weights
+    else:  # torch's optimizer: it updates the model's own weights
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
@@ -249,6 +250,7 @@ def _pieces_of_buffer(
     """Yield, for each parameter in a flat buffer, the elements in this rank's partition of the buffer.
 
     Args:
+        parameters: The parameters in the buffer.
         starts: For each parameter, the index of its first element in the buffer.
         partition: A contiguous part of the buffer: the elements that this rank updates.
         begin: Index of the first element of the partition in the buffer.
@@ -268,10 +270,11 @@ def _pieces_of_buffer(
 def _pieces_of_zero_3(parameters: list[Any], partition: Any) -> Iterator[_Piece]:
     """Yield, for each parameter, the elements that this rank updates under ZeRO 3.
 
-    ZeRO 3 divides each parameter into equal parts, one for each data-parallel rank. The last parts may be
-    padded: they have fewer elements of the parameter, or none.
+    ZeRO 3 divides each parameter into equal parts for the data-parallel ranks. The last parts may be padded:
+    they have fewer elements of the parameter, or none.
 
     Args:
+        parameters: The parameters in the buffer, in order.
         partition: Flat buffer with this rank's part of each parameter, one after the other.
     """
     import deepspeed.comm as dist
@@ -300,7 +303,7 @@ def _update_model_weights(engine: Any) -> None:
         optimizer._partition_all_parameters()
         for group in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        persistent = optimizer.persistent_parameters  # small ones, which stay gathered
+        persistent = optimizer.persistent_parameters  # small parameters that stay gathered
         if persistent:
             persistent[0].all_gather(persistent)
     elif kind == "FP16_Optimizer":  # each rank has all float32 weights
@@ -312,8 +315,8 @@ def _update_model_weights(engine: Any) -> None:
 def _save(call, instance, save_dir, tag):
     """Save a DeepSpeed checkpoint, and the outer-training state of each rank in a file beside it.
 
-    The outer training exchanges weights with other jobs. If this job trains alone, there is no such
-    file.
+    The outer training exchanges weights with other jobs. If this job trains alone, no file is written
+    for it.
 
     Args:
         call: Runs the wrapped DeepSpeedEngine.save_checkpoint with its arguments.
@@ -335,15 +338,24 @@ def _save(call, instance, save_dir, tag):
 def _load(call, instance, load_dir, tag):
     """Load a DeepSpeed checkpoint, and the state of the outer training that was saved with it.
 
-    The outer training exchanges weights with other jobs. If the checkpoint has no state of it, because the
-    job trained alone when it was saved, this job joins the other jobs like a new one.
+    The outer training exchanges weights with other jobs. If the job trained alone when the checkpoint was
+    saved, there is no such state. Then this job joins the other jobs like a new job.
+
+    Args:
+        call: Runs the wrapped DeepSpeedEngine.load_checkpoint with its arguments.
+        instance: The DeepSpeed engine.
+        load_dir: Folder of the checkpoints.
+        tag: Name of the checkpoint; None: the latest.
+
+    Returns:
+        Result of load_checkpoint(): path of the checkpoint, or None, and the program's own state.
     """
     path, client_state = call()  # DeepSpeedEngine.load_checkpoint
     loaded_nothing = path is None
     trains_alone = not training.is_requested()  # without the option --holmes-join
     if loaded_nothing or trains_alone:
         return path, client_state
-    file = _file(load_dir, tag_of(load_dir, tag), instance)  # that _save has written for this rank
+    file = _file(load_dir, tag_of(load_dir, tag), instance)  # written by _save for this rank
     if file.exists():
         import torch
 

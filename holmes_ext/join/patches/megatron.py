@@ -1,12 +1,12 @@
-"""Joins training jobs of megatron-core: several jobs that train one model exchange weights now and then.
+"""Joins training jobs of megatron-core: several jobs that train the same model exchange weights.
 
 Each job takes inner steps with its own optimizer. Every few inner steps, an outer step combines the jobs'
 changes of the weights (as in DiLoCo; holmes_ext/join). This module wraps three kinds of functions:
 
-    get_megatron_optimizer               remember the model's parameters, whose names and order all jobs share
+    get_megatron_optimizer               remember the model's parameters, equal in all jobs by name and order
     step() of each optimizer class       join the other jobs, before the first step
     _copy_main_params_to_model_params    run the outer step. The inner step has just changed the main weights
-                                         (float32), which are then copied to the model's weights.
+                                         (float32); now they are copied to the model's weights.
 
 FP32Optimizer copies nothing: the outer step follows its inner step.
 
@@ -43,7 +43,7 @@ from holmes_ext.patches.megatron.features import (
 #: count as steps of the job.
 _OWNER = "megatron-core"
 
-#: The chunks of the model whose optimizer was constructed last.
+#: The chunks of the model for the optimizer that was constructed last.
 _chunks: list[Any] = []
 #: Its list of instances is not empty while MixedPrecisionOptimizer takes a step that no overflow prevents.
 #: Such a step runs the inner optimizer, then _copy_main_params_to_model_params().
@@ -52,11 +52,11 @@ _mixed_steps = Running()
 
 @by_name
 def _remember_chunks(call, instance, model_chunks):
-    """Remember the chunks of the model, whose parameters joined jobs exchange.
+    """Remember the chunks of the model, because joined jobs exchange their parameters.
 
-    This wrapper runs in place of get_megatron_optimizer, which call() runs. That function constructs the
-    optimizer of these chunks, around an optimizer of torch. reserve() makes only the steps of megatron-core's
-    optimizer count as steps of the job, not those of torch's.
+    Wrapper of get_megatron_optimizer; call() runs the original. That function constructs the optimizer of
+    these chunks, around an optimizer of torch. Because of reserve(), only the steps of megatron-core's
+    optimizer count as steps of the job, not those of torch's optimizer.
     """
     # Only the first framework of this process that calls reserve() gets the steps.
     training.reserve(_OWNER)
@@ -66,37 +66,37 @@ def _remember_chunks(call, instance, model_chunks):
 
 @by_name
 def _join_before_step(call, instance):
-    """Join the other jobs, with which this job exchanges weights, before the optimizer's first step.
+    """Join the jobs with which this job exchanges weights, before the optimizer's first step.
 
-    This wrapper runs in place of step() of each optimizer class, which call() runs. A chained optimizer steps
-    others inside its own step(). claim() only acts in the first call, which is that of the outermost one.
+    Wrapper of step() of each optimizer class; call() runs the original. A chained optimizer steps other
+    optimizers inside its own step(). claim() only acts in the first call: that of the outermost optimizer.
     """
-    # The first framework of the process becomes the one whose steps are the outer training's. If that is
-    # megatron-core, the first claim() joins the other jobs, and calls _adapter() for that.
+    # Only steps of the first framework of the process that calls reserve() count for the outer training. If
+    # that is megatron-core, the first claim() joins the other jobs, and calls _adapter() for that.
     training.claim(_OWNER, lambda: _adapter(instance))
     return call()
 
 
 @by_name
 def _outer_step_before_copy(call, instance):
-    """Run the outer step, which combines the weights of joined jobs, before main weights are copied.
+    """Run the outer step (it combines the weights of joined jobs) before main weights are copied.
 
-    This wrapper runs in place of _copy_main_params_to_model_params, which call() runs: it copies the float32
-    main weights to the model's weights. A call outside an optimizer step, such as after loading a checkpoint,
-    runs no outer step.
+    Wrapper of _copy_main_params_to_model_params; call() runs the original. That copies the float32 main
+    weights to the model's weights. A call outside an optimizer step, such as after loading a checkpoint, runs
+    no outer step.
     """
     is_in_step = bool(_mixed_steps.instances)  # the optimizers whose step runs now
     if is_in_step:
-        _report_step()  # runs the outer step if one is due
+        _report_step()  # runs the outer step, if it is time
     return call()
 
 
 @by_name
 def _outer_step_after_step(call, instance):
-    """Run the outer step, which combines the weights of joined jobs, after a step of FP32Optimizer.
+    """Run the outer step (it combines the weights of joined jobs) after a step of FP32Optimizer.
 
-    This wrapper runs in place of FP32Optimizer.step_with_ready_grads, which call() runs. That optimizer steps
-    the model's own weights. Therefore nothing is copied afterwards.
+    Wrapper of FP32Optimizer.step_with_ready_grads; call() runs the original. That optimizer steps the model's
+    own weights. Therefore nothing is copied afterwards.
     """
     result = call()
     _report_step()
@@ -104,14 +104,14 @@ def _outer_step_after_step(call, instance):
 
 
 def _report_step() -> None:
-    """Report a finished inner step to the outer training, which runs an outer step if one is due.
+    """Report a finished inner step to the outer training, and let it run an outer step if it is time.
 
     The outer step weights each job by the samples that it has read. Their number comes from megatron-core's
     calculator of micro-batches. If the program does not use that calculator, each step has weight 1.
     """
     from megatron.core import num_microbatches_calculator
 
-    # owner() returns the framework whose steps are the outer training's; None if this job trains alone.
+    # owner() returns the framework whose steps count for the outer training; None: this job trains alone.
     counts_as_step_of_job = training.owner() == _OWNER
     if not counts_as_step_of_job:
         return
@@ -125,12 +125,12 @@ def _report_step() -> None:
 def _adapter(optimizer: Any) -> training.FrameworkAdapter:
     """Return callbacks that give the outer training access to this rank's weights.
 
-    The outer training exchanges weights with other jobs. It first calls refusal(), which returns
-    why this job cannot do that, or None. Then it calls weights(). The model is taken from the
-    global `_chunks` (virtual pipeline stages), which _remember_chunks() has set.
+    The outer training exchanges weights with other jobs. It first calls refusal(); the result is the
+    reason why this job cannot do that, or None. Then it calls weights(). The model is taken from the
+    global `_chunks` (virtual pipeline stages), set by _remember_chunks().
 
     Args:
-        optimizer: The optimizer of megatron-core, which may be a chain of several.
+        optimizer: The optimizer of megatron-core; it may be a chain of several.
     """
     from megatron.core import parallel_state
 
@@ -141,7 +141,7 @@ def _adapter(optimizer: Any) -> training.FrameworkAdapter:
     }
     return training.FrameworkAdapter(
         "megatron-core",
-        # refusal() accepts exactly one optimizer, so the first one is the only one.
+        # refusal() accepts exactly one optimizer, so the first is the only one.
         weights=lambda: _weights(_stepping_optimizers(optimizer)[0]),
         device=lambda: next(_chunks[0].parameters()).device,
         agreed={"sizes": sizes},  # must be equal in all joined jobs
@@ -159,12 +159,13 @@ def refusal(optimizer: Any, settings: OuterSettings, sizes: dict[str, int]) -> s
     """Return why a job with this optimizer cannot exchange weights with other jobs, or None if it can.
 
     Args:
-        settings: How the jobs exchange weights (--holmes-outer).
+        optimizer: The optimizer of megatron-core; it may be a chain of several.
+        settings: Settings of the exchange between jobs (--holmes-outer).
         sizes: Number of pipeline stages, tensor-parallel ranks and chunks of the model, by name.
     """
     optimizers = _stepping_optimizers(optimizer)
-    # Exactly one is supported. There are several with experts, or with an optimizer for each chunk
-    # of the model, and none if this rank steps no parameters.
+    # Exactly one optimizer is supported. There are several with experts, or with an optimizer for each
+    # chunk of the model, and none if this rank steps no parameters.
     if len(optimizers) != 1:
         return f"it has {len(optimizers)} optimizers (experts, or chunks apart), of which one is supported"
     inner = optimizers[0]
@@ -220,7 +221,7 @@ def _weights(optimizer: Any) -> training.WeightShards:
 
 
 def _main_weights(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
-    """Yield the float32 weights that this rank's optimizer updates, one tensor per parameter.
+    """Yield the float32 weights that this rank's optimizer updates: a tensor for each parameter.
 
     If the model is bf16 or fp16, these "main weights" are the optimizer's master copies.
 
@@ -255,10 +256,10 @@ def _main_weights(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
 def _enlarge(call, instance, build_train_valid_test_datasets_provider):
     """Build data sets that are large enough for all joined jobs together.
 
-    Joined jobs train one model; with --holmes-outer part=k/K, each of K jobs reads every K-th sample of one
-    data set. This wrapper runs in place of build_train_valid_test_datasets, which call() runs. That function
-    calls the program's provider with the numbers of samples that one job needs. Here these numbers are
-    multiplied by K, so that all jobs build the same index of samples.
+    Wrapper of build_train_valid_test_datasets; call() runs the original. That function calls the program's
+    provider of data sets with the numbers of samples that a single job needs. Joined jobs train the same
+    model. With --holmes-outer part=k/K, each of K jobs reads every K-th sample of the same data set. So the
+    numbers are multiplied by K here, and all jobs build the same index of samples.
     """
     _, job_count = training.data_part()  # k and K of --holmes-outer part=k/K
     if job_count == 1:
@@ -277,8 +278,8 @@ def _enlarge(call, instance, build_train_valid_test_datasets_provider):
 def _share_out(call, instance, dataset):
     """Construct the data loader with this job's part of the data set.
 
-    This wrapper runs in place of build_pretraining_data_loader, which call() runs. If K jobs share the data
-    set, the part has every K-th sample; else it is the whole data set.
+    Wrapper of build_pretraining_data_loader; call() runs the original. If K jobs share the data set, the part
+    has every K-th sample; else it is the whole data set.
     """
     return call(dataset=part_of(dataset))
 

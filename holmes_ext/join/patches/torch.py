@@ -1,4 +1,4 @@
-"""Lets jobs in plain torch, DistributedDataParallel or FSDP2 train one model together (--holmes-join).
+"""Lets jobs of plain torch, DistributedDataParallel or FSDP2 train one model together (--holmes-join).
 
 "Joined jobs" train separately for some steps. Then they exchange how far their weights have moved, and apply
 the average (DiLoCo, arXiv 2311.08105): an outer step. This file connects them to torch:
@@ -26,7 +26,7 @@ _hooks: list[Any] = []
 
 
 def on_start(current: Session) -> list[str]:
-    """Begin to follow the optimizers of this process; holmes calls this hook at its start.
+    """Begin to count the steps of this process's optimizers; holmes calls this hook at its start.
 
     Returns:
         Lines to print at the start of the job: none.
@@ -36,7 +36,7 @@ def on_start(current: Session) -> list[str]:
 
 
 def on_stop(reason: str) -> None:
-    """Stop following the optimizers, and leave the run; holmes calls this hook when the job ends.
+    """Stop counting the optimizers' steps, and leave the run; holmes calls this hook when the job ends.
 
     Args:
         reason: Why the job ends, for the log of the coordinator.
@@ -58,7 +58,7 @@ def attach() -> None:
 
 
 def detach() -> None:
-    """Remove the global hooks of torch by which attach() followed the optimizers' steps."""
+    """Remove the hooks that attach() has registered."""
     while _hooks:
         _hooks.pop().remove()
 
@@ -92,7 +92,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     # claim() makes the first optimizer of the process the owner, and joins the other jobs with its weights.
     # The exchange with these jobs counts the owner's steps only. claim() is True for the owner.
     is_first_optimizer = training.claim(optimizer, adapter)
-    # The owner may also be an engine, e.g. DeepSpeed's, which has this optimizer and counts its steps.
+    # The owner may also be an engine, e.g. DeepSpeed's, that has this optimizer and counts its steps.
     is_owned_by_optimizer = isinstance(training.owner(), Optimizer)
     if not is_first_optimizer and is_owned_by_optimizer:
         raise HolmesError(
@@ -101,7 +101,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Count a step of the optimizer that owns the job's steps (see _before_step), as a hook of torch."""
+    """Count a step of the job, if `optimizer` is the job's owner (_before_step); a hook of torch."""
     if training.owner() is optimizer:
         training.stepped()  # an exchange with the other jobs may begin or end
 
@@ -112,7 +112,7 @@ def weights_of(optimizer: Any) -> training.WeightShards:
     These are the optimizer's parameters, or this rank's shards of them.
 
     Raises:
-        HolmesError: the optimizer has no parameters, or this rank's elements of a parameter are not one
+        HolmesError: The optimizer has no parameters, or this rank's elements of a parameter are not a
             contiguous range of its elements.
     """
     named = _parameters(optimizer)
@@ -131,7 +131,7 @@ def weights_of(optimizer: Any) -> training.WeightShards:
     addresses = [(parameter, _local(parameter).data_ptr()) for _, parameter in named]
 
     def have_moved() -> bool:
-        """Return whether a parameter has other memory by now than when weights_of() was called."""
+        """Return whether a parameter has moved to other memory since weights_of() was called."""
         return any(_local(parameter).data_ptr() != address for parameter, address in addresses)
 
     return training.WeightShards(
@@ -145,7 +145,7 @@ def weights_of(optimizer: Any) -> training.WeightShards:
 def _parameters(optimizer: Any) -> list[tuple[str, Any]]:
     """Return (name, parameter) of all parameters of an optimizer that require a gradient.
 
-    The name is the one that the program gave to the optimizer, or like "group 0 parameter 3".
+    The program may have given names to the optimizer; otherwise they are like "group 0 parameter 3".
     """
     parameters = []
     for group_number, group in enumerate(optimizer.param_groups):
@@ -173,7 +173,7 @@ def _offset(name: str, parameter: Any) -> int:
     It is 0 for a parameter that is no DTensor: the rank holds all elements.
 
     Raises:
-        HolmesError: the shards are not contiguous ranges of the parameter's elements, or FSDP1 shards it.
+        HolmesError: The shards are not contiguous ranges of the parameter's elements, or FSDP1 shards it.
     """
     if not hasattr(parameter, "_local_tensor"):
         # FSDP1 changes the size of its flat parameters in each step.
@@ -213,13 +213,19 @@ def _offset(name: str, parameter: Any) -> int:
 def _sample_job_part(call, instance, num_replicas, rank):
     """Construct a DistributedSampler that draws only from this job's part of the data set.
 
-    Wrapper of DistributedSampler.__init__, which `call()` runs.
+    Wrapper of DistributedSampler.__init__; call() runs the original.
 
     Several jobs may train one model together. If this job has part k of K of the data set (--holmes-outer
     part=k/K), it must draw the samples i with i mod K = k.
 
     A DistributedSampler deals samples to its replicas in turn: replica j of n draws those with i mod n = j.
-    So rank r of this job, which has R ranks, becomes replica k + K * r of K * R.
+    So in a job of R ranks, rank r becomes replica k + K * r of K * R.
+
+    Args:
+        call: Runs the original with its arguments; keyword arguments replace some of them.
+        instance: The sampler.
+        num_replicas: Number of ranks; None: that of the default process group.
+        rank: This rank; None: that of the default process group.
     """
     k, part_count = training.data_part()  # (0, 1) without --holmes-outer part=k/K
     if part_count == 1:

@@ -20,7 +20,7 @@ from holmes_ext.patches.engine.wrap import by_name
 def _load_job_part(call, instance):
     """Return the training data loader of a Trainer, made for this job's part of the data set only.
 
-    Wrapper of Trainer.get_train_dataloader, which `call()` runs.
+    Wrapper of Trainer.get_train_dataloader; call() runs the original.
 
     The job is one of several that train one model together (--holmes-join). While the loader is made,
     `train_dataset` of the Trainer is this job's part (--holmes-outer part=k/K).

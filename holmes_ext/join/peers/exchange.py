@@ -1,12 +1,13 @@
-"""Exchange of one fragment's pseudo-gradient between this rank and the ranks of the other jobs.
+"""Exchange of a fragment's pseudo-gradient between this rank and the ranks of the other jobs.
 
+A fragment is a part of the model; a pseudo-gradient is the change of its weights since the last outer step.
 Each rank sends each piece of its pseudo-gradient directly to the rank of each other job that has the same
 elements, and aggregates the received pieces itself, in the order of the members. Of N elements a job sends
 N to each other job. For two jobs this is the minimum, in one trip over the link instead of two. For J jobs it
 is J / 2 times as much as a reduce-scatter and an all-gather would send, but those allow only the mean.
 
 All jobs continue with the decoded data, also of their own pseudo-gradient, so all have the same bits. A job
-whose share is 0 only receives.
+with share 0 in the sum only receives.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from holmes_ext.runtime.compress import PLAIN
 
 
 class Attempt:
-    """One attempt of this rank to exchange its elements of a fragment with ranks of other jobs.
+    """Attempt to exchange this rank's elements of a pseudo-gradient with ranks of other jobs.
 
-    If jobs are lost during an exchange, the next attempt runs without them. run() sends and
-    receives.
+    A pseudo-gradient belongs to a fragment, a part of the model. If jobs are lost during an exchange,
+    the next attempt runs without them. run() sends and receives.
     """
 
     def __init__(
@@ -39,15 +40,15 @@ class Attempt:
         peers: Mapping[tuple[str, int], Peer],
         codec: OuterCodec,
     ):
-        """Store what run() needs for the exchange; nothing is sent yet.
+        """Prepare the exchange; nothing is sent yet.
 
         Args:
             job: Name of this job.
             members: Job -> share of its pseudo-gradient in the sum (0: it only receives), in the
                 order of aggregation; with this job.
-            pieces: Ranges of elements that this rank exchanges. Each range has a map: job -> its
-                rank that exchanges these elements.
-            peers: (name of another job, rank of it) -> address of that rank.
+            pieces: Ranges of elements that this rank exchanges. `owners` of a range: job -> the rank
+                of that job that exchanges these elements.
+            peers: (name of another job, rank of that job) -> address of the rank.
             codec: Compression of the pseudo-gradients. Without other members nothing is sent, so
                 nothing is compressed.
         """
@@ -71,15 +72,15 @@ class Attempt:
         gradient: torch.Tensor,
         patience_s: float,
     ) -> list[torch.Tensor]:
-        """Exchange the pseudo-gradients.
+        """Send this rank's pieces of the pseudo-gradient, and receive the same pieces of the other jobs.
 
         Args:
             links: Connections to ranks of other jobs.
             number: Number of the round.
             attempt: Number of the exchange within the round.
             fragment: Fragment to which the pseudo-gradient belongs.
-            gradient: This job's pseudo-gradient: this rank's elements.
-            patience_s: Seconds after which a silent peer fails.
+            gradient: This rank's elements of this job's pseudo-gradient.
+            patience_s: Seconds of silence after which the exchange with a peer has failed.
 
         Returns:
             Decoded pseudo-gradients of all contributors, in order: this rank's elements, float32, host.
@@ -88,29 +89,30 @@ class Attempt:
             PeersFailed: The exchange with some jobs failed.
         """
         if fragment.residual is not None and self.others:
-            self.residual = fragment.residual.float()  # a copy, which encode() updates
+            self.residual = fragment.residual.float()  # a copy; encode() updates it
         # Slice of each piece in this rank's tensors of the fragment.
         places = [fragment.places(piece.start, piece.stop) for piece in self.pieces]
-        encoded: list[torch.Tensor] = []  # of this job, one tensor for each piece
+        encoded: list[torch.Tensor] = []  # this job's data: a tensor for each piece
         if self.job in self.contributors:
             for place in places:
                 residual = None if self.residual is None else self.residual[place]
                 encoded.append(self.codec.encode(gradient[place], residual))
-        received = {  # job -> one buffer for each piece
+        received = {  # other job that contributes -> a buffer for each piece
             name: [self.codec.buffer(gradient[place]) for place in places]
             for name in self.contributors
             if name != self.job
         }
-        outgoing: dict[Peer, list[memoryview]] = {}
-        incoming: dict[Peer, list[memoryview]] = {}
+        outgoing: dict[Peer, list[memoryview]] = {}  # bytes to send to each rank of another job
+        incoming: dict[Peer, list[memoryview]] = {}  # buffers for the bytes of each rank
         for index, piece in enumerate(self.pieces):
             for name in self.others:
-                peer = self.peers[name, piece.owners[name]]
+                rank = piece.owners[name]  # of job `name`, with the elements of this piece
+                peer = self.peers[name, rank]
                 to_peer = outgoing.setdefault(peer, [])
                 from_peer = incoming.setdefault(peer, [])
-                if encoded:
+                if encoded:  # this job contributes
                     to_peer.append(bytes_of(encoded[index]))
-                if name in received:
+                if name in received:  # job `name` contributes
                     from_peer.append(bytes_of(received[name][index]))
         links.swap(number, attempt, outgoing, incoming, patience_s)
         # All jobs decode this job's data, too, so that all get the same bits.
@@ -118,7 +120,7 @@ class Attempt:
         return [self._decoded(received[name], places, gradient) for name in self.contributors]
 
     def digest(self, fragment: Fragment, values: torch.Tensor, salt: str) -> int:
-        """Return this rank's part of the digest of one job's pseudo-gradient.
+        """Return this rank's part of the digest of a job's pseudo-gradient.
 
         Modulo 2^64, the parts of all ranks of a job add up to the same number in all jobs that
         received identical data, whatever their shards.
@@ -147,7 +149,6 @@ class Attempt:
         """
         result = torch.empty_like(like)
         for piece, place in zip(encoded, places):
-            # The second argument only has the size and dtype of the decoded piece; its values are
-            # not read.
+            # Of the second argument, only size and dtype are used, not the values.
             result[place] = self.codec.decode(piece, like[place])
         return result

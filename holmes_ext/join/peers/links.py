@@ -1,18 +1,18 @@
-"""Connections of one rank to ranks of other joined jobs: opened when needed, closed when they fail.
+"""Connections of a rank to ranks of other joined jobs: opened when needed, closed when they fail.
 
-1. Of two jobs, the job whose name sorts first calls, the other one accepts (routes.py). So two ranks never
+1. Of two jobs, the job whose name sorts first calls, the other job accepts (routes.py). So two ranks never
    open two connections to each other at the same time.
 2. A pair of ranks uses one connection for both directions, or several (lanes) if it exchanges many bytes.
    Both ends compute the number of lanes from the number of bytes. Each lane has a thread during an exchange.
 3. In an exchange, all connections send and receive at the same time (transfer.py).
-4. A connection that fails is closed, and the next exchange opens a new one.
+4. A connection that fails is closed, and the next exchange opens a new connection.
 
 No exchange waits for ever: opening connections takes at most half of the patience, and each transfer has a
 deadline.
 
 Why not gloo (measured with torch 2.13): ProcessGroupGloo.abort() does not end a running operation before its
 whole timeout; that timeout counts from the operation's start instead of from the last byte; a group needs a
-TCPStore that somebody hosts, and any number of ports; and it does not authenticate its peers.
+TCPStore on some host, and any number of ports; and it does not authenticate its peers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.words import why
 
-#: Seconds between two attempts to call a peer, or two checks that it has called.
+#: Seconds between two attempts to call a peer (rank of another job), or two checks that it has called.
 _RETRY_S = 0.2
 #: Seconds for which a rank that cannot be reached is called again and again.
 _CALLING_S = 10.0
@@ -39,21 +39,21 @@ _CALLING_S = 10.0
 _CALLED_S = 15.0
 #: Bytes to and from a peer for each lane.
 LANE_BYTES = 2**25
-#: Lanes to one peer, at most.
+#: Lanes to a peer, at most.
 MOST_LANES = 4
 #: Peers that are called at the same time.
 _CALLS = 16
-#: Connections to the ranks of one job, at most.
+#: Connections to the ranks of a job, at most.
 _MOST_OPEN = 128
-#: Peer -> buffers to send to it, or to fill with what it sends.
+#: Peer -> buffers to send to it, or to fill with its bytes.
 Exchange = Mapping[Peer, list[memoryview]]
 
 
 class LaneKey(NamedTuple):
-    """Key of one TCP connection to a rank of another job.
+    """Key of a TCP connection to a rank of another job.
 
     Large exchanges use several connections (lanes) to a rank in parallel; `lane` counts them from
-    0. `is_relayed`: the coordinator has ordered the two jobs to use its relay. Both ends know the order, and
+    0. `is_relayed`: the coordinator has ordered the two jobs to use its relay. Both ends get the order, and
     use no connection that was opened before it.
     """
 
@@ -65,9 +65,9 @@ class LaneKey(NamedTuple):
 
 
 class Connections(NamedTuple):
-    """Connections that were opened to several peers, and the failures."""
+    """Open connections to several peers (ranks of other jobs), and the jobs that were not reached."""
 
-    channels: dict[Peer, list[Channel]]  # reached peer -> one channel for each lane
+    channels: dict[Peer, list[Channel]]  # reached peer -> a channel for each lane
     failed: dict[str, str]  # job with an unreachable rank -> reason
 
 
@@ -80,7 +80,7 @@ class PeersFailed(Exception):
 
 
 class PeerLinks:
-    """Open connections of one rank to ranks of other jobs, which are reused from round to round."""
+    """Open connections of this rank to ranks of other jobs; they are reused from round to round."""
 
     def __init__(
         self,
@@ -91,14 +91,15 @@ class PeerLinks:
         """Begin to accept connections from ranks of other jobs; connect to them when needed.
 
         Each accepted connection goes to _accept(). It keeps a connection for exchanges of
-        pseudo-gradients, and passes any other one to `serve`.
+        pseudo-gradients, and passes any other connection to `serve`.
 
         Args:
             job: Name of this job.
             open_routes: Called once, with _accept(). Opens this rank's port, starts to accept
-                connections, and returns what opens connections to other ranks (Routes).
+                connections, and returns the object that opens connections to other ranks (Routes).
             serve: Handles an accepted connection that is not for an exchange: a rank of another job
-                reads this rank's weights. The caller's handshake document says so.
+                reads this rank's weights. Called with the connection and the caller's document of
+                the handshake.
         """
         self.job = job
         self._serve = serve
@@ -131,7 +132,7 @@ class PeerLinks:
     def use_relay(self, pairs: Iterable[Sequence[str]]) -> None:
         """Exchange with some jobs over the coordinator's relay from now on, and with all others directly.
 
-        Connections of the other kind are closed: no exchange uses them any more.
+        Direct connections to these jobs, and relayed connections to all others, are closed.
 
         Args:
             pairs: Pairs of jobs that the coordinator has ordered to use the relay. Only pairs with this job
@@ -159,18 +160,18 @@ class PeerLinks:
     def swap(
         self, number: int, attempt: int, outgoing: Exchange, incoming: Exchange, patience_s: float
     ) -> None:
-        """Send bytes to peers and receive bytes from peers, all at once.
+        """Send bytes to peers (ranks of other jobs) and receive bytes from them, all at the same time.
 
         Both ends of a connection must know how many bytes go in each direction. Many bytes are divided among
         several connections to the peer (lanes).
 
         Args:
-            number: Number of the round, which both ends check.
-            attempt: Number of the exchange within the round, which both ends check.
+            number: Number of the round; both ends check that it is equal.
+            attempt: Number of the exchange within the round; both ends check it, too.
             outgoing: Bytes to send to each peer.
             incoming: Buffers for the bytes of each peer.
-            patience_s: Seconds without a byte after which a peer fails. At most half of them are spent
-                on opening connections.
+            patience_s: Seconds without a byte after which the exchange with a peer has failed. At most
+                half of this time is spent on opening connections.
 
         Raises:
             PeersFailed: Some jobs failed, after the exchange with the others was completed. The
@@ -185,26 +186,14 @@ class PeerLinks:
         # failed: job -> reason. A peer whose connections are open waits `patience_s` for a first byte from
         # this rank, also while this rank still connects to other peers. So connecting takes only half of it.
         channels_of, failed = self._connect(sizes, patience_s / 2)
-        # Each lane has a thread for its transfers with all peers.
-        transfers_of_lane: dict[int, list[PeerTransfer]] = defaultdict(list)
-        for peer, channels in channels_of.items():
-            # Until when all bytes must have moved, by the best rate that the peer's job has reached.
-            deadline = self._speed.deadline(peer, sizes[peer], patience_s)
-            out = split(outgoing.get(peer, []), len(channels))
-            into = split(incoming.get(peer, []), len(channels))
-            for lane, channel in enumerate(channels):
-                transfer = PeerTransfer(
-                    peer,
-                    channel,
-                    label=(number, attempt),
-                    out=out[lane],
-                    into=into[lane],
-                    deadline=deadline,
-                )
-                transfers_of_lane[lane].append(transfer)
+        # For all bytes of a peer; computed from the best rate that the peer's job has reached.
+        deadlines = {
+            peer: self._speed.deadline(peer, sizes[peer], patience_s) for peer in channels_of
+        }
+        lanes = _transfers_of_lanes(channels_of, outgoing, incoming, (number, attempt), deadlines)
         # A transfer fails after its deadline, or after `patience_s` seconds without a byte.
-        failed |= _run_lanes(list(transfers_of_lane.values()), patience_s)
-        for transfers in transfers_of_lane.values():
+        failed |= _run_lanes(lanes, patience_s)
+        for transfers in lanes:
             self.sent += sum(transfer.sent for transfer in transfers)
             self.received += sum(transfer.received for transfer in transfers)
         for peer in channels_of:
@@ -216,10 +205,10 @@ class PeerLinks:
             raise PeersFailed(failed, "; ".join(failed.values()))
 
     def _connect(self, sizes: Mapping[Peer, int], patience_s: float) -> Connections:
-        """Return connections to all peers, open ones and new ones, which are opened in parallel.
+        """Return connections to all peers: those that are open, and new ones, opened in parallel.
 
-        The more bytes, the more connections (lanes) a peer gets. Peers that cannot be reached in
-        time are returned with the reason; nothing is raised.
+        The more bytes, the more connections (lanes) a peer gets. If peers cannot be reached in time,
+        nothing is raised: the result names their jobs, with the reason.
 
         Args:
             sizes: Peer -> bytes to and from it.
@@ -245,26 +234,25 @@ class PeerLinks:
         return result
 
     def _channel(self, peer: Peer, lane: int, deadline: Deadline) -> Channel:
-        """Return a connection to a peer; open it or wait for the peer to open it if needed.
+        """Return a connection to a peer; if needed, open it or wait until the peer opens it.
 
-        Of two jobs, the one whose name sorts first opens the connections, so that there is only
-        one.
+        Of two jobs, the job whose name sorts first opens the connections. So two ranks never open
+        two connections for the same purpose.
 
         Args:
             peer: The rank of another job.
             lane: Number of the connection to this peer, from 0.
-            deadline: Until when the connection must be open.
+            deadline: The connection must be open by then.
 
         Raises:
-            OSError: There is none before the deadline.
+            OSError: There is no connection before the deadline.
         """
         is_relayed = self.routes.uses_relay(peer.job)
         key = LaneKey(peer.job, peer.incarnation, peer.rank, lane, is_relayed)
-        # Only one of the two ranks calls, so that there are never two connections.
         peer_calls = self.job > peer.job
         calling = deadline.part(_CALLING_S, "calling")
         waiting = deadline
-        if self.routes.address and not is_relayed:  # a direct call, which does not take long
+        if self.routes.address and not is_relayed:  # a direct call; it does not take long
             waiting = deadline.part(_CALLED_S, "waiting for a call")
         reason = ""  # why the last call failed
         while not self._closed:
@@ -290,9 +278,9 @@ class PeerLinks:
         raise ConnectionError("the job ends")
 
     def _keep(self, key: LaneKey, channel: Channel) -> None:
-        """Store an open connection to a peer, and close the older one that it replaces, if any.
+        """Store an open connection to a peer, and close the older connection with the same key, if any.
 
-        A job with too many open connections loses its oldest one.
+        A job with too many open connections loses its oldest connection.
 
         Args:
             key: Rank of the peer, and number of the connection (lane) to it.
@@ -306,7 +294,7 @@ class PeerLinks:
             if key in self._open:
                 _cut_and_close(self._open.pop(key))
             keys_of_job = [other for other in self._open if other.job == key.job]
-            if len(keys_of_job) >= _MOST_OPEN:  # no honest job opens so many to one rank
+            if len(keys_of_job) >= _MOST_OPEN:  # no honest job opens so many to a rank
                 _cut_and_close(self._open.pop(keys_of_job[0]))
             self._open[key] = channel
             self._changed.notify_all()
@@ -318,7 +306,8 @@ class PeerLinks:
 
         Args:
             channel: The authenticated connection.
-            purpose: What the caller sent in the handshake: the use of the connection, and its identity.
+            purpose: Document of the caller's handshake: the use of the connection, and the caller's
+                job, incarnation and rank.
 
         Raises:
             ConnectionError: The purpose is incomplete.
@@ -343,7 +332,7 @@ def split(buffers: Sequence[memoryview], parts: int) -> list[list[memoryview]]:
     """Split the bytes of the buffers, in order, into parts of equal length (the last may be shorter).
 
     Returns:
-        For each part, views of the buffers.
+        For each part, the views of the buffers that make it up.
     """
     part_bytes = -(-_total_bytes(buffers) // parts)  # rounded up
     views: list[list[memoryview]] = [[] for _ in range(parts)]
@@ -363,15 +352,51 @@ def _total_bytes(buffers: Iterable[memoryview]) -> int:
     return sum(map(len, buffers))
 
 
+def _transfers_of_lanes(
+    channels_of: Mapping[Peer, Sequence[Channel]],
+    outgoing: Exchange,
+    incoming: Exchange,
+    label: tuple[int, int],
+    deadlines: Mapping[Peer, Deadline],
+) -> list[list[PeerTransfer]]:
+    """Divide the bytes to and from each peer among its connections (lanes); nothing is sent yet.
+
+    Args:
+        channels_of: Peer -> its connections, by lane.
+        outgoing: Bytes to send to each peer.
+        incoming: Buffers for the bytes of each peer.
+        label: Number of the round, and of the attempt within the round.
+        deadlines: Peer -> time by which all its bytes must have been moved.
+
+    Returns:
+        For each lane, its transfers: at most one for each peer.
+    """
+    transfers_of_lane: dict[int, list[PeerTransfer]] = defaultdict(list)
+    for peer, channels in channels_of.items():
+        out = split(outgoing.get(peer, []), len(channels))
+        into = split(incoming.get(peer, []), len(channels))
+        for lane, channel in enumerate(channels):
+            transfer = PeerTransfer(
+                peer,
+                channel,
+                label,
+                out=out[lane],
+                into=into[lane],
+                deadline=deadlines[peer],
+            )
+            transfers_of_lane[lane].append(transfer)
+    return list(transfers_of_lane.values())
+
+
 def _run_lanes(lanes: Sequence[list[PeerTransfer]], patience_s: float) -> dict[str, str]:
-    """Send and receive over parallel connections (lanes) to each peer, one thread per lane.
+    """Send and receive over parallel connections (lanes) to each peer, with a thread for each lane.
 
     A peer has one or more connections, as its number of bytes demands. Lane n consists of the n-th
     connections of all peers. So a peer with two connections has transfers in lanes 0 and 1 only.
 
     Args:
         lanes: For each lane, its transfers: at most one for each peer.
-        patience_s: Seconds after which a silent peer fails.
+        patience_s: Seconds of silence after which the transfer with a peer has failed.
 
     Returns:
         Job whose transfer failed -> reason; empty: all bytes have arrived.

@@ -22,8 +22,8 @@ _ASK_S = 8.0
 def open_port(place: JoinPlace, rank: int) -> socket.socket | None:
     """Return a listening socket on which this rank accepts connections from other jobs.
 
-    It listens on the first free port of --holmes-join-ports. The address is the one that leads to
-    the coordinator. With --holmes-join-address (NAT), it is all addresses.
+    It listens on the first free port of --holmes-join-ports, at this host's address on the route to
+    the coordinator. With --holmes-join-address (NAT), it listens at all addresses.
 
     Args:
         place: Ports and addresses that the user has given.
@@ -57,22 +57,22 @@ def published_address(
 ) -> str:
     """Return the HOST:PORT at which other jobs can connect to this rank; "" if they cannot.
 
-    To find out, the coordinator tries to connect to this rank. It does not if the user has given
-    --holmes-join-address. If the coordinator is on this host, the address is a loopback address.
-    The coordinator passes that on only to jobs that are on this host, too.
+    It is the address given with --holmes-join-address. Without that option, the coordinator tries to
+    connect to this rank, to find out whether it can be reached. If the coordinator is on this host,
+    the address is a loopback address: the coordinator passes it on only to jobs on this host.
 
     Args:
         place: Ports and address that the user has given.
         listening: Socket of open_port(); None: this rank does not listen.
-        identity: Name of this job and rank, for the request to the coordinator.
+        identity: Name of this job, and number of this rank, for the request to the coordinator.
     """
     if listening is None:
         return ""
     host, port = listening.getsockname()[:2]
     if place.ports.host:
-        # --holmes-join-address: the user says how other jobs reach the rank, such as the public
-        # address of a NAT and the port that it forwards. The coordinator may be unable to call it,
-        # so it does not test it.
+        # --holmes-join-address: other jobs reach the rank at another address, such as the public
+        # address and the forwarded port of a NAT. The coordinator may be unable to call that address,
+        # so it is not tested.
         external_port = place.ports.advertised(port)
         return address_text(place.ports.host, external_port)
     # Loopback is asked about, too: the coordinator may be on another host, at the end of a tunnel.
@@ -82,7 +82,7 @@ def published_address(
 
 
 def own_host(coordinator: JoinAddress) -> str:
-    """Return this node's IP address on the route to the coordinator, without sending anything.
+    """Return this node's IP address on the route to the coordinator; nothing is sent.
 
     Raises:
         HolmesError: The coordinator's name is unknown, or there is no route to it.
@@ -100,9 +100,10 @@ def own_host(coordinator: JoinAddress) -> str:
 
 
 def _can_be_called(port: int, place: JoinPlace, identity: RankIdentity) -> bool:
-    """Return whether the coordinator can call a port of this node back.
+    """Return whether the coordinator can connect to a port of this node.
 
-    Returns True if the coordinator does not answer: entering the run will report that.
+    The result is also True if the coordinator does not answer: the error then appears when the job
+    enters the run.
 
     Args:
         port: The port.

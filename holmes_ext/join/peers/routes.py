@@ -2,14 +2,14 @@
 
     direct      the caller connects to the address that the other rank has published
     reversed    the other rank cannot be called (firewall, no open port). It keeps a standby line to the
-                coordinator, which passes the call on; the other rank then connects to the caller
+                coordinator. The coordinator announces the call there, and the other rank calls back
     relayed     neither rank can be called, or a direct connection between the two jobs has failed: the
                 coordinator forwards the bytes (coordinator/relay.py)
 
-On each connection both ends show a certificate with the name of their job, so no job can speak for another. A
+On each connection both ends show a certificate with the name of their job, so no job can act for another. A
 relayed connection uses TLS between the two ranks, so the coordinator sees only ciphertext.
 
-No call waits for ever: dial() has a deadline, and the standby thread opens a new line whenever the old one
+No call waits for ever: dial() has a deadline, and the standby thread opens a new line whenever the old line
 fails or has been silent for an hour.
 """
 
@@ -41,7 +41,7 @@ from holmes_ext.join.sockets.handshake import (
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import Guest, Listener, split_address
 
-#: Seconds for one attempt to call an address.
+#: Seconds for an attempt to call an address.
 _CALL_S = 5.0
 #: Seconds for a call through the coordinator.
 _RELAY_S = 25.0
@@ -49,10 +49,10 @@ _RELAY_S = 25.0
 _RETRY_S = 2.0
 #: Seconds without a call after which a standby line is opened anew.
 _STANDING_S = 3600.0
-#: Most connections at a time whose caller is not authenticated yet: in all, and from one address.
+#: Most connections at a time with callers that are not authenticated yet: in all, and from the same address.
 _MOST_UNPROVEN = 32
 _PER_ADDRESS = 16
-#: Connections at a time whose caller is authenticated.
+#: Connections at a time with authenticated callers.
 _ADMITTED = 512
 #: Addresses that could not be called back and are remembered, at most.
 _MOST_UNREACHABLE = 4096
@@ -75,7 +75,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """Job, incarnation (start of the job) and rank, by which this rank is known to other ranks."""
+    """Identity of a rank for ranks of other jobs: job, incarnation (start of the job) and rank."""
 
     job: str
     incarnation: str  # of the job
@@ -83,14 +83,14 @@ class RankIdentity:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the keys "job", "incarnation" and "rank", which say in a handshake who calls."""
+        """Return the fields as a dict with keys "job", "incarnation" and "rank", for a handshake."""
         return {"job": self.job, "incarnation": self.incarnation, "rank": self.rank}
 
 
 class _ExpectedCallback(NamedTuple):
-    """Request of this rank that another rank, which accepts no connections, connects to it instead.
+    """Request to a rank that accepts no connections: it shall connect to this rank instead.
 
-    The waiting thread gets the connection from the queue `channels`.
+    The thread that waits for the connection gets it from the queue `channels`.
     """
 
     job: str  # of the called rank
@@ -98,7 +98,7 @@ class _ExpectedCallback(NamedTuple):
 
 
 class Routes:
-    """Connections that one rank opens to ranks of other jobs, and accepts from them."""
+    """Connections that this rank opens to ranks of other jobs, and accepts from them."""
 
     def __init__(
         self,
@@ -120,15 +120,15 @@ class Routes:
             listening: Listening socket of this rank; None: it has no port.
             address: HOST:PORT at which other jobs connect; "": they cannot (no port, NAT).
             incoming: Handles a connection from a caller, in a thread of its own. Called with the
-                authenticated connection, and the caller's document: what the connection is for.
+                authenticated connection, and the caller's document of the handshake.
         """
         self.identity = identity
         self.address = address
         self._place = place
         self._credentials = place.credentials
         self._incoming = incoming
-        # Id of a request -> where the thread that has sent it waits. The request asks a rank that
-        # accepts no connections to open one to this rank instead (a callback).
+        # Id of a request -> queue of the thread that has sent it and waits. The request is for a
+        # callback: a rank that accepts no connections shall connect to this rank instead.
         self._callbacks: dict[str, _ExpectedCallback] = {}
         # Addresses of callers that could not be called back; they are not tried again.
         self._unreachable_addresses: set[str] = set()
@@ -141,7 +141,7 @@ class Routes:
                 self._accept,  # authenticates, then calls `incoming`
                 "holmes-peers",
                 strangers=_MOST_UNPROVEN,  # not authenticated yet, in all
-                per_address=_PER_ADDRESS,  # not authenticated yet, from one address
+                per_address=_PER_ADDRESS,  # not authenticated yet, from the same address
                 admitted=_ADMITTED,  # authenticated
             )
             self._listener.start()
@@ -149,13 +149,13 @@ class Routes:
         self._relayed_jobs: frozenset[str] = frozenset()
         self._standby_line: Channel | None = None
         self._stands_by = False
-        # Without an address, no rank can connect to this one. With a loopback address, only ranks on the
-        # same host can. The others call through the coordinator, which needs the standby line for that.
+        # Without an address, no rank can connect to this rank. With a loopback address, only ranks on the
+        # same host can. The others call through the coordinator, and it needs the standby line for that.
         if not address or is_loopback_address(address):
             self._start_to_stand_by()
 
     def close(self) -> None:
-        """Stop listening, and close the standby line (on which the coordinator announces calls)."""
+        """Stop listening, and close the standby line (the coordinator announces calls there)."""
         self._closed = True
         if self._listener is not None:
             self._listener.close()
@@ -165,8 +165,8 @@ class Routes:
     def use_relay(self, jobs: Iterable[str]) -> None:
         """Call the ranks of these jobs through the coordinator from now on, and all others directly.
 
-        The coordinator orders this for pairs of jobs whose direct connections have failed. It orders it for
-        both jobs, so this rank also stands by for their calls.
+        The coordinator orders this for pairs of jobs whose direct connections have failed. Both jobs of a
+        pair get the order, so this rank also stands by for the other job's calls.
         """
         self._relayed_jobs = frozenset(jobs)
         if self._relayed_jobs:
@@ -181,8 +181,8 @@ class Routes:
 
         Args:
             peer: The rank.
-            purpose: What the connection is for.
-            deadline: Until when it must be open.
+            purpose: Use of the connection, for the handshake, such as {"purpose": "exchange", "lane": 0}.
+            deadline: The connection must be open by then.
 
         Raises:
             OSError: The rank cannot be reached, or refuses the connection.
@@ -200,7 +200,13 @@ class Routes:
             raise ConnectionError(str(error)) from None
 
     def _call_coordinator(self, purpose: str, deadline: Deadline, **more: Any) -> Channel:
-        """Open another connection of this rank to the coordinator."""
+        """Open another connection of this rank to the coordinator.
+
+        Args:
+            purpose: Use of the connection: "relay" or "standby".
+            deadline: The connection must be open by then.
+            more: Further keys of the handshake's document.
+        """
         facts = {**self.identity.facts, "purpose": purpose, **more}
         return self._place.call(facts, deadline)
 
@@ -214,15 +220,15 @@ class Routes:
         Args:
             peer: The rank.
             facts: Document of the handshake: this rank's identity, and the use of the connection.
-            deadline: Until when the connection must be open.
+            deadline: The connection must be open by then.
 
         Raises:
             OSError: The rank has no standby line, or does not answer.
         """
         deadline = deadline.part(_RELAY_S, f"reaching {peer} through the coordinator")
         call_id = secrets.token_hex(8)
-        # Where the peer first tries to call this rank back. "": it does not try, and the coordinator
-        # forwards the bytes. If direct connections to the job have failed, trying would only take time.
+        # Address at which the peer first tries to call this rank back. "": it does not try, and the
+        # coordinator forwards the bytes. If direct connections have failed, trying would only take time.
         callback_address = "" if self.uses_relay(peer.job) else self.address
         callback = _ExpectedCallback(peer.job, queue.SimpleQueue())
         self._callbacks[call_id] = callback
@@ -238,11 +244,8 @@ class Routes:
             )
             try:
                 reply = channel.receive(deadline)
-                if reply.get("relay") == "reversed":  # another thread accepts the rank's call
-                    timeout_s = max(_LEAST_TIMEOUT_S, deadline.left)
-                    reversed_channel = callback.channels.get(timeout=timeout_s)
-                    reversed_channel.send(facts, deadline)
-                    return reversed_channel
+                if reply.get("relay") == "reversed":  # the rank has connected to this rank
+                    return _await_callback(callback, facts, deadline)
                 if reply.get("relay") != "go":
                     reason = reply.get("error", "it has no standing line to the coordinator")
                     raise ConnectionError(str(reason))
@@ -251,17 +254,15 @@ class Routes:
             finally:
                 channel.close()
             return greet(connection, str(peer), self._credentials, peer.job, facts, deadline)
-        except queue.Empty:
-            raise TimeoutError("it did not call back") from None
         finally:
             del self._callbacks[call_id]
 
     def _accept(self, guest: Guest) -> None:
-        """Authenticate an accepted connection, and pass it on to the code that uses it.
+        """Authenticate an accepted connection, and pass it on to _handle().
 
         The connection is closed without an answer if the caller does not prove its identity, if
-        there are too many connections, or if the caller means an earlier start of this job. Runs in
-        a thread of its own.
+        there are too many connections, or if the caller wants to reach an earlier start of this job.
+        Runs in a thread of its own.
 
         Args:
             guest: The accepted connection. Its listener closes it when this function returns,
@@ -270,25 +271,24 @@ class Routes:
         """
         deadline = Deadline(HANDSHAKE_S, "the handshake")
         with contextlib.suppress(NotHolmes, Refused):
-            # guest.becomes() makes the listener use the TLS socket that answer() makes of the
-            # connection.
+            # guest.becomes(): the listener uses the TLS socket that answer() makes of the connection.
             channel, purpose, _ = answer(
                 guest.socket, self._credentials, deadline, on_tls=guest.becomes
             )
             # Counts as authenticated from now on; False: there are too many such connections.
             is_admitted = guest.admit()
-            # The caller must mean this start of the job, not an earlier one at the same address.
+            # The caller must want this start of the job, not an earlier start at the same address.
             if not is_admitted or purpose.get("to") != self.identity.incarnation:
                 return
             guest.keep()
             self._handle(channel, purpose)
 
     def _handle(self, channel: Channel, purpose: Purpose) -> None:
-        """Pass an authenticated connection to the code that uses it, which also closes it later.
+        """Pass an authenticated connection to the function or thread that uses it, and later closes it.
 
         Usually that is the function for incoming connections. A "reversed" connection goes to the
-        waiting thread instead. That thread has asked another rank for it: the other rank accepts no
-        connections, so it had to open this one.
+        waiting thread instead. That thread wanted to call a rank that accepts no connections, so the
+        other rank has opened this connection.
 
         Args:
             channel: The connection.
@@ -326,12 +326,11 @@ class Routes:
             threading.Thread(target=self._stand_by, name="holmes-standby", daemon=True).start()
 
     def _stand_by(self) -> None:
-        """Keep an idle connection to the coordinator, which announces callers on it.
+        """Keep an idle connection to the coordinator (standby line); it announces callers there.
 
-        This is for a rank to which other ranks cannot connect. The connection (standby line) is
-        replaced when it fails, or when the coordinator begins to forward a caller's bytes on it. In
-        the latter case, closing the old object here does not end the call, which uses a new socket
-        object.
+        This is for a rank to which other ranks cannot connect. The connection is replaced when it
+        fails, or when the coordinator begins to forward a caller's bytes on it. In the latter case,
+        closing the old object here does not end the call: the call uses a new socket object.
         """
         while not self._closed:
             try:
@@ -351,9 +350,9 @@ class Routes:
         """Wait until the coordinator announces a caller on the standby line, and answer.
 
             {"answer": "reversed"}   this rank has connected to the caller itself
-            {"answer": "relay"}      it cannot; so the line becomes the connection to the caller,
-                                     and the coordinator forwards the bytes. It confirms this with
-                                     {"relay": "go"}
+            {"answer": "relay"}      this rank cannot connect. So the line becomes the connection to
+                                     the caller, and the coordinator forwards the bytes. The
+                                     coordinator confirms this with {"relay": "go"}
 
         Args:
             standby_line: Idle connection of this rank to the coordinator. This rank accepts no
@@ -363,7 +362,7 @@ class Routes:
             True after "reversed": the line stays idle and can announce more callers. False after
             "relay".
         """
-        # Who calls: job, incarnation, address, and the id of the call.
+        # The caller: job, incarnation, address, and the id of the call.
         caller = standby_line.receive(Deadline(_STANDING_S, "a call"))
         deadline = Deadline(_RELAY_S, "taking a call")
         channel = self._call_back(caller)
@@ -376,7 +375,7 @@ class Routes:
         standby_line.send({"answer": "relay"}, deadline)
         if standby_line.receive(deadline).get("relay") != "go":
             return False
-        # TLS with the coordinator ends: what follows is the handshake with the caller.
+        # TLS with the coordinator ends: the next bytes are the handshake with the caller.
         connection = end_tls(standby_line.socket, deadline)
         threading.Thread(
             target=self._serve_relayed, args=(connection,), name="holmes-peer", daemon=True
@@ -396,7 +395,7 @@ class Routes:
         address = str(caller.get("address"))
         if not address or address in self._unreachable_addresses:
             return None
-        facts = {  # document of the handshake, by which the caller finds its waiting thread
+        facts = {  # document of the handshake; its "call" leads the caller to its waiting thread
             **self.identity.facts,
             "purpose": "reversed",
             "call": caller.get("call"),
@@ -416,10 +415,10 @@ class Routes:
             return None
 
     def _serve_reversed(self, channel: Channel, caller: Mapping[str, Any]) -> None:
-        """Handle a connection that this rank has opened for a caller that could not do so.
+        """Handle a connection that this rank has opened, because the caller could not open it.
 
-        The caller's first message says what the connection is for. From then on, it is handled as
-        if the caller had opened it.
+        The caller's first message names the use of the connection. From then on, the connection is
+        handled as if the caller had opened it.
 
         Args:
             channel: The connection.
@@ -430,17 +429,17 @@ class Routes:
         except OSError:
             channel.close()
             return
-        # The handshake has proved these two; the message may claim others, and must not replace
-        # them.
+        # The handshake has proved these two values. The message may claim others, but must not
+        # replace these.
         proven = {"job": caller.get("job"), "incarnation": caller.get("incarnation")}
         self._handle_incoming(channel, {**purpose, **proven})
 
     def _serve_relayed(self, connection: socket.socket) -> None:
         """Authenticate a caller whose bytes the coordinator forwards, and pass the connection on.
 
-        The caller must use TLS, also if the coordinator is on this host: the caller may be on
-        another one. The connection is closed if the caller is not authentic, or means an earlier
-        start of this job.
+        The caller must use TLS, also if the coordinator is on this host, because the caller may be on
+        another host. The connection is closed if the caller is not authentic, or wants to reach an
+        earlier start of this job.
 
         Args:
             connection: The connection to the coordinator.
@@ -454,3 +453,26 @@ class Routes:
         except (OSError, HolmesError):
             pass
         connection.close()
+
+
+def _await_callback(
+    callback: _ExpectedCallback, facts: Mapping[str, Any], deadline: Deadline
+) -> Channel:
+    """Wait until the called rank has connected to this rank, and return the connection.
+
+    Args:
+        callback: Its queue gets the connection from another thread of this rank, which accepts it.
+        facts: This rank's identity, and the use of the connection; sent on it.
+        deadline: End of the wait.
+
+    Raises:
+        TimeoutError: The rank has not connected in time.
+        OSError: The connection broke.
+    """
+    timeout_s = max(_LEAST_TIMEOUT_S, deadline.left)
+    try:
+        channel = callback.channels.get(timeout=timeout_s)
+    except queue.Empty:
+        raise TimeoutError("it did not call back") from None
+    channel.send(dict(facts), deadline)
+    return channel

@@ -1,22 +1,23 @@
-"""Transfer of whole fragments from one job (the donor) to a job that has other weights (the taker).
+"""Transfer of whole fragments (parts of the model) between jobs, from a donor to a taker.
 
-A taker is a job that is new, late, or restarted from an older checkpoint. Each of its ranks takes the
-elements that it exchanges from the donor's ranks that exchange the same elements:
+A taker is a job with outdated weights: it is new, late, or restarted from an older checkpoint. The donor is a
+job with the valid weights. Each rank of the taker takes the elements that it exchanges from the donor's ranks
+that exchange the same elements:
 
 1. Taker: send a request to the donor's rank, over one connection for all fragments
        {"fragment": 2, "version": 57, "start": first element, "stop": element after the last,
         "tensors": ["anchor", "momentum"]}
-2. Donor: wait until the fragment has this version. The coordinator may have told the taker of a commit before
-   the donor's own rank 0 has received it.
-3. Donor: send {"version": 57, "anchor": bytes, "momentum": bytes}, then these bytes. A tensor that was not
-   requested has 0 bytes.
+2. Donor: wait until the fragment has this version. The taker may hear of a commit from the coordinator before
+   the donor's own rank 0 does.
+3. Donor: send {"version": 57, "anchor": number of bytes, "momentum": number of bytes}, then these bytes. A
+   tensor that was not requested has 0 bytes.
 4. Taker: all ranks compare the versions they got. If they differ, the donor took an outer step in between,
    and they begin again. Otherwise each rank stores the fragment.
 
-The donor goes on training: a thread answers from its host memory. Nobody waits for ever: each request, each
-wait for a version and each turn has a deadline, and a taker gives up after a few attempts. Whether the donor
-sent the weights that it claimed to have shows in the taker's next round, when all jobs report checksums with
-a new salt (coordinator/versions.py).
+The donor goes on training: a thread answers from its host memory. No thread waits for ever: each request,
+each wait for a version and each turn has a deadline, and a taker gives up after a few attempts. Wrong weights
+of a donor show in the taker's next round, when all jobs report checksums with a new salt
+(coordinator/versions.py).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from holmes_ext.runtime.deadline import Deadline
 #: Tensors of a fragment, as a request names them.
 ANCHOR = "anchor"
 MOMENTUM = "momentum"
-#: Function that stores what was taken: (fragment, version, anchor, momentum).
+#: Function that stores a taken fragment: (fragment, version, anchor, momentum).
 Store = Callable[[Fragment, int, "torch.Tensor | None", "torch.Tensor | None"], None]
 #: Attempts to take a fragment that the donor steps in between.
 _TRIES = 5
@@ -57,14 +58,15 @@ _LOOK_S = 0.02
 _TURN_CHECK_S = 1.0
 #: Requests that are answered at a time, because each answer is a copy of weights.
 _MOST_TAKERS = 4
-#: Requests of one job that are answered at a time, because its ranks may read the answers slowly.
+#: Requests of a single job that are answered at a time, because its ranks may read the answers slowly.
 _MOST_TAKERS_OF_ONE_JOB = 2
 
 
 class Giver:
-    """Server of one rank that sends fragments to ranks of other jobs that have outdated weights.
+    """Server of a rank that sends fragments to ranks of other jobs that have outdated weights.
 
-    A fragment is sent with its anchor (weights after the last outer step) and outer momentum.
+    A fragment is a part of the model. It is sent as its anchor (weights after the last outer step) and
+    outer momentum.
     """
 
     def __init__(self, state: OuterState):
@@ -77,13 +79,13 @@ class Giver:
         """Serve a rank of another job that copies fragments, until it closes the connection.
 
         An invalid request ends the connection, too. Only a few requests are answered at a time; others
-        wait for their turn. A turn lasts for one request, not for the whole connection. The ranks of a
-        taker wait for each other between two fragments: a rank that is ahead has no turn meanwhile, so
-        it does not keep the ranks for which it waits, or other jobs, from theirs.
+        wait for their turn. A turn lasts for one request. If it lasted for the whole connection, the
+        ranks of a taker could block each other: between two fragments, a fast rank waits for the slow
+        ranks of its job, and these would wait for its turn to end.
 
         Args:
             channel: The connection; it is closed at the end.
-            purpose: What the other rank sent in the handshake, with its "job".
+            purpose: Document of the other rank's handshake; its key "job" is used.
         """
         job = str(purpose.get("job"))
         try:
@@ -103,11 +105,11 @@ class Giver:
             channel.close()
 
     def _wait_for_turn(self, channel: Channel, job: str) -> None:
-        """Wait until few enough requests are answered, and count this one.
+        """Wait until few enough requests are being answered, then count this request among them.
 
         A taker is a rank of another job that copies weights from this rank. Few requests are answered
-        at a time, because each answer is a copy in memory; and fewer of one job, so that it cannot
-        keep all others waiting.
+        at a time, because each answer is a copy in memory. Of a single job, even fewer are answered, so
+        that it cannot keep all others waiting.
 
         Args:
             channel: The taker's connection.
@@ -155,12 +157,12 @@ class Giver:
             raise HolmesError(f"there is no fragment {index}")
         fragment = state.fragments[index]
         # The taker may learn of a commit from the coordinator before this job does. Wait half a timeout: the
-        # taker gives up after a whole one, and the answer itself needs time.
+        # taker gives up after a whole timeout, and the answer itself needs time.
         deadline = Deadline(state.settings.timeout / 2, "a version that is asked for")
         # copy_version: round of the last outer step that a copy would contain, with steps of committed rounds
         # that training has not taken yet.
         while fragment.copy_version < version and not deadline.passed:
-            if not channel.idle():  # closed, or it has sent another request before the answer
+            if not channel.idle():  # closed, or with another request before the answer
                 raise ConnectionError("the taker does not wait")
             time.sleep(_LOOK_S)
         try:
@@ -190,12 +192,12 @@ class Donor:
 
     mine: Sequence[RankRange]  # elements that each rank of this job exchanges
     theirs: Sequence[RankRange]  # elements that each rank of the donor exchanges
-    peers: Mapping[int, Peer]  # rank of the donor -> how it is called
-    routes: Routes
+    peers: Mapping[int, Peer]  # rank of the donor -> its identity and address
+    routes: Routes  # opens connections to these ranks
 
 
 class DonorConnections:
-    """Connections of this rank to ranks of the donor, each opened when it is needed first.
+    """Connections of this rank to ranks of the donor, each opened at its first use.
 
     All fragments are read over the same connections: over a WAN, to open one takes as long as to read
     a small fragment. This class is a context manager, which closes the connections.
@@ -218,10 +220,10 @@ class DonorConnections:
             channel.close()
 
     def to(self, rank: int) -> Channel:
-        """Return a connection to a rank of the donor, the stored one if it can still be used.
+        """Return a connection to a rank of the donor: the stored connection if it can still be used.
 
-        It can if it is open and has no unread bytes. Then what is received next is the answer to the
-        next request. Otherwise a new connection is opened.
+        It can if it is open and has no unread bytes. Then the next received bytes are the answer to
+        the next request. Otherwise a new connection is opened.
 
         Raises:
             OSError: The rank cannot be reached.
@@ -253,16 +255,17 @@ def take_fragments(
 
     Args:
         state: Outer state of this rank.
-        wanted: Index of a fragment -> least version (round of its last outer step).
-        donor: The job that has them.
+        wanted: Index of each fragment to take -> least version (round of its last outer step).
+        donor: The job that has these fragments.
         job_ranks: Collectives over the ranks of this job.
         patience_s: Seconds for a connection to the donor, or for its answer (more for many bytes).
         store: Called for each fragment with its version, anchor and momentum; None for a tensor that is
             not taken.
-        tensors: Which of the two are taken.
+        tensors: The tensors to take: ANCHOR, MOMENTUM or both.
 
     Returns:
-        "", or why a fragment could not be taken; fragments before it may have been stored.
+        "" if all were taken. Otherwise the reason why a fragment could not be taken; fragments before
+        it may have been stored.
     """
     with DonorConnections(donor, patience_s) as connections:
         for index, least_version in wanted.items():
@@ -412,8 +415,8 @@ def _read(
     Args:
         channel: Connection to that rank.
         index: Index of the fragment.
-        least_version: Version (round of the last outer step) that this job needs, or a later one. The
-            donor waits until it has this version. If that takes too long, it answers with an older one.
+        least_version: Least version (round of the last outer step) that this job needs. The donor waits
+            until it has this version. If that takes too long, it answers with an older version.
         start: First element.
         stop: Element after the last.
         parts: ANCHOR, MOMENTUM or both -> tensor to fill.

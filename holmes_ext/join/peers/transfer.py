@@ -1,11 +1,12 @@
 """Non-blocking transfer of bytes to and from several ranks at once, with one selector.
 
-1. Each connection first sends a label: round, attempt, number of bytes. It must equal the expected one.
+1. Each connection first sends a label: round, attempt, number of bytes. It must equal the expected label.
 2. The selector waits for any connection that can be read or written, and moves as many bytes as possible
    without blocking, until all transfers are complete or have failed.
 
 No transfer waits for ever. It fails when no byte moves for `patience_s` seconds, and when its deadline
-passes, which is four times the best time that the same number of bytes to this peer has taken (Speed).
+passes. The deadline is four times the duration at the best rate to this peer so far, plus `patience_s`
+(Speed).
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from holmes_ext.words import why
 
 #: First bytes on a connection in each exchange: round, attempt, number of bytes that follow.
 _LABEL = struct.Struct("!QIQ")
-#: Bytes that are read or written in one system call, at most.
+#: Bytes that are read or written in a system call, at most.
 _CALL_BYTES = 2**20
 #: Time that a peer may take, as a multiple of its best time.
 _SLOWER = 4.0
-#: Bytes of the smallest exchange that says something about a peer's rate.
+#: Bytes of the smallest exchange from which a peer's rate is measured.
 _ENOUGH = 2**20
 #: Seconds between two checks for late transfers, at most.
 _LONGEST_SELECT_S = 1.0
-#: Checks in the time after which a silent transfer fails, at least: it fails at most a quarter too
-#: late.
+#: Least number of checks in the time after which a silent transfer fails: it fails at most a quarter
+#: too late.
 _CHECKS_IN_PATIENCE = 4
 _CLOSED = "it has called again, so this connection was closed"
 
@@ -51,6 +52,11 @@ class Speed:
 
         It is four times the duration at the best rate so far, plus `patience_s` seconds. For the first
         exchange with a job a slow rate is assumed.
+
+        Args:
+            peer: Rank of another job; the rate of its job counts.
+            count: Bytes to and from the peer.
+            patience_s: Seconds that are always allowed.
         """
         purpose = f"the exchange with job {peer.job}"
         best = self._seconds_per_byte.get(peer.job)
@@ -75,7 +81,7 @@ class Speed:
 
 
 class PeerTransfer:
-    """One exchange of bytes with one rank over one non-blocking connection, and what is left of it.
+    """State of an exchange of bytes with a rank of another job, over a non-blocking connection.
 
     Each end first sends a label: round, attempt within the round, and number of bytes that follow.
     An unexpected label means that the other rank is at another round, or expects another size.
@@ -96,10 +102,10 @@ class PeerTransfer:
             peer: The rank at the other end.
             channel: The connection, non-blocking.
             label: (number of the round, attempt within the round). Each end sends both before the
-                data, with its number of bytes. The other end compares them with what it expects.
+                data, with its number of bytes. The other end compares them with its own.
             out: Buffers with the bytes to send.
-            into: Buffers to fill with received bytes; their sizes say how many are expected.
-            deadline: Until when all bytes must have been moved. Only stored here: run() checks it.
+            into: Buffers to fill with received bytes; the sum of their sizes is the expected number.
+            deadline: All bytes must have been moved by then. Only stored here: run() checks it.
         """
         self.peer = peer
         self.connection = channel.socket
@@ -116,16 +122,16 @@ class PeerTransfer:
         # checks the MACs that protect the bytes on a connection without TLS.
         self._outgoing = chain(channel.outgoing([our_label]), channel.outgoing(out))
         self._incoming = self._buffers_to_fill(channel, into)
-        # What is left of the buffers under way; None: all was sent, or received.
+        # Rest of the buffer that is being sent, or filled; None: everything was sent, or received.
         self._out = next(self._outgoing, None)
         self._into = next(self._incoming, None)
 
     def _buffers_to_fill(
         self, channel: Channel, into: Sequence[memoryview]
     ) -> Iterator[memoryview]:
-        """Yield the buffers for received bytes: first one for the peer's label, then `into`.
+        """Yield the buffers for received bytes: first a buffer for the peer's label, then `into`.
 
-        The label has round, attempt and number of bytes. It is checked before the data.
+        The label has round, attempt and number of bytes. It is checked before the data is received.
 
         Args:
             channel: The connection.
@@ -162,7 +168,7 @@ class PeerTransfer:
         Raises:
             OSError: The connection is lost, or carries unexpected data.
         """
-        # If one direction would block, this call ends. The selector reports the other one again.
+        # If a direction would block, this call ends. The selector reports the other direction again.
         try:
             if mask & selectors.EVENT_WRITE and self._out is not None:
                 self._write()
@@ -172,7 +178,7 @@ class PeerTransfer:
             pass
 
     def _write(self) -> None:
-        """Send bytes of the current buffer, as many as one system call takes."""
+        """Send bytes of the current buffer, as many as a single system call takes."""
         assert self._out is not None
         count = self.connection.send(self._out[:_CALL_BYTES])
         self.sent += count
@@ -182,8 +188,8 @@ class PeerTransfer:
     def _read(self) -> None:
         """Receive into this transfer's buffers: once, and again while TLS holds decrypted bytes.
 
-        One call is enough without TLS: if more bytes are available, the selector reports the socket
-        again. But it does not see bytes that TLS has already decrypted, so these are read here.
+        Without TLS, a single call is enough: if more bytes are available, the selector reports the
+        socket again. But it does not see bytes that TLS has already decrypted, so these are read here.
         """
         while self._into is not None:
             count = self.connection.recv_into(self._into[:_CALL_BYTES])
@@ -209,8 +215,8 @@ def run(transfers: Iterable[PeerTransfer], patience_s: float) -> dict[str, str]:
     """
     failed: dict[str, str] = {}
     longest_select_s = min(_LONGEST_SELECT_S, patience_s / _CHECKS_IN_PATIENCE)
-    # Each step returns why the transfer has failed, or "". A transfer without events has moved all
-    # its bytes.
+    # Each call returns the reason why the transfer has failed, or "". A transfer without events has
+    # moved all its bytes.
     with selectors.DefaultSelector() as selector:
         for transfer in transfers:
             # Read first: bytes that TLS has decrypted already would not wake the selector.
@@ -225,7 +231,7 @@ def run(transfers: Iterable[PeerTransfer], patience_s: float) -> dict[str, str]:
                 reason = _move_bytes(transfer, mask)
                 if reason or not transfer.events:  # failed, or complete
                     selector.unregister(transfer.connection)
-                elif transfer.events != key.events:  # one direction is complete
+                elif transfer.events != key.events:  # sending, or receiving, is complete
                     # If this fails, the connection is closed; the loop below then unregisters the
                     # transfer.
                     reason = _watch(selector.modify, transfer)
@@ -240,7 +246,7 @@ def run(transfers: Iterable[PeerTransfer], patience_s: float) -> dict[str, str]:
 
 
 def _move_bytes(transfer: PeerTransfer, mask: int) -> str:
-    """Move bytes of a transfer; return why it failed, "" if it did not."""
+    """Move bytes of a transfer; return why it has failed; "": it has not failed."""
     try:
         transfer.move(mask)
         return ""
@@ -249,16 +255,16 @@ def _move_bytes(transfer: PeerTransfer, mask: int) -> str:
 
 
 def _watch(change: Callable[..., Any], transfer: PeerTransfer) -> str:
-    """Tell a selector which events of a transfer's connection to wait for (readable, writable).
+    """Make a selector wait for the events (readable, writable) that a transfer needs now.
 
-    Another thread closes the connection if the peer has opened a new one. Then this call fails.
+    If the peer has opened a new connection, another thread closes this connection. Then this call fails.
 
     Args:
         change: The selector's `register` or `modify`.
         transfer: The transfer.
 
     Returns:
-        Why it failed; "" if it did not.
+        The reason why it failed; "" if it did not.
     """
     try:
         change(transfer.connection, transfer.events, transfer)

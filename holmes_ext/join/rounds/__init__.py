@@ -1,1 +1,1 @@
-"""Rounds of one rank of a joined job: the thread that exchanges pseudo-gradients, and their aggregation."""
+"""Rounds on a rank of a joined job: the thread that exchanges pseudo-gradients, and their aggregation."""

@@ -21,7 +21,7 @@ With d_j the pseudo-gradient of job j, w_j its share of the tokens, and J jobs:
 
 The last three need only the inner products d_i . d_j (the Gram matrix), and their result is a sum of
 c_j d_j. Each rank computes the products of its own elements, an all-reduce over the job adds them up, and
-the J numbers c_j suffice to combine the elements of each rank. So the way in which a job shards its
+the J numbers c_j suffice to combine the elements of each rank. So the way a job shards its
 weights does not change the result. (The implementations of byzfl take whole vectors; the tests compare
 ours with them.)
 """
@@ -31,10 +31,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from holmes_ext.join.settings import OuterSettings
+from holmes_ext.join.shards.job_ranks import JobRanks
 
 #: Iterations of the geometric median and the flag aggregator, at most.
 _STEPS = 100
@@ -52,7 +54,7 @@ _LEAST_VECTORS = 3
 _WEISZFELD_TOLERANCE = 1e-12
 #: Relative change of the weights below which the flag aggregator's iteration has converged.
 _FLAG_TOLERANCE = 1e-9
-#: Eigenvalues below this share of the largest one count as zero.
+#: Eigenvalues below this share of the largest eigenvalue count as zero.
 _EIGENVALUE_TOLERANCE = 1e-12
 #: Least residual 1 - |Y' d|^2 / |d|^2 of a vector.
 _LEAST_RESIDUAL = 1e-8
@@ -67,9 +69,9 @@ def square_of(values: torch.Tensor) -> float:
 
 
 def products(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the inner products d_i . d_j of flat tensors, as float64 [J, J].
+    """Return the inner products d_i . d_j of J flat tensors of equal length, as float64 [J, J].
 
-    The products of all ranks' elements add up to those of whole vectors. The tensors are
+    Added up over all ranks' elements, they are the products of whole vectors. The tensors are
     converted to float64 chunk by chunk.
     """
     result = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
@@ -79,10 +81,33 @@ def products(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return result
 
 
+class ExchangeSums(NamedTuple):
+    """Sums over all ranks of this job after an exchange of pseudo-gradients."""
+
+    failures: list[float]  # for each member of the round: number of ranks that did not reach it
+    gram: torch.Tensor  # inner products of the whole pseudo-gradients, float64 [J, J]
+
+
+def sum_over_ranks(
+    job_ranks: JobRanks, is_unreached: Sequence[bool], gram: torch.Tensor
+) -> ExchangeSums:
+    """Add up the ranks' failures and inner products in a single all-reduce; collective.
+
+    Args:
+        job_ranks: Collectives over the ranks of this job.
+        is_unreached: For each member of the round, whether this rank's exchange with it has failed.
+        gram: Result of products() for this rank's elements; zeros if the exchange has failed.
+    """
+    failures = [float(unreached) for unreached in is_unreached]
+    sums = job_ranks.all_reduce_sum([*failures, *gram.flatten().tolist()])
+    summed_gram = torch.tensor(sums[len(failures) :], dtype=torch.float64).view(gram.shape)
+    return ExchangeSums(sums[: len(failures)], summed_gram)
+
+
 def coefficients(
     settings: OuterSettings, gram: torch.Tensor, shares: Sequence[float]
 ) -> list[float]:
-    """Return one coefficient for each job, with which combine() adds up the jobs' pseudo-gradients.
+    """Return a coefficient for each job: combine() adds up the jobs' pseudo-gradients with them.
 
     The setting `aggregate` selects the formula. All but `mean` limit the effect of a few jobs with
     false pseudo-gradients:
@@ -90,12 +115,12 @@ def coefficients(
         geometric           coefficients of the geometric median
         clipping            coefficients of centered clipping
         flag                coefficients of the Flag Aggregator. With fewer than three jobs, no
-                            majority tells a false vector from a true one, so it is the mean
+                            majority can show which vector is false, so it is the mean
         mean                the shares themselves: the weighted mean
-        median, trimmed     the shares, which are not used: combine() sorts the elements instead
+        median, trimmed     the shares; they are not used, because combine() sorts the elements
 
     Args:
-        settings: Has the setting `aggregate`.
+        settings: The --holmes-outer settings; `aggregate` is used.
         gram: Inner products of the J jobs' whole pseudo-gradients, float64 [J, J].
         shares: Each job's share of the tokens; they add up to 1.
     """
@@ -119,14 +144,14 @@ def combine(
     mean of each element; the factors are not used.
 
     Args:
-        settings: Has the setting `aggregate`.
-        gradients: Flat tensors of equal length, one of each job. They are not changed.
-        factors: One factor for each job, from coefficients().
+        settings: The --holmes-outer settings; `aggregate` and `trim` are used.
+        gradients: The pseudo-gradient of each job: flat tensors of equal length. They are not changed.
+        factors: The factor of each job, from coefficients().
     """
     count = len(gradients)
     if settings.aggregate in ("median", "trimmed") and count >= _LEAST_VECTORS:
         # Of the sorted values of each element, drop `trimmed` at each end, and average the others.
-        most_trimmed = (count - 1) // 2  # leaves one value, or two: the median
+        most_trimmed = (count - 1) // 2  # leaves a single value, or two: their mean is the median
         if settings.aggregate == "median":
             trimmed = most_trimmed
         else:
@@ -164,7 +189,7 @@ def geometric_median(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     least_distance = _SMALLEST * math.sqrt(float(gram.diagonal().max()))
     if least_distance == 0:  # all vectors are zero
         return weights
-    point = weights  # coefficients of the current estimate; the first one is the mean
+    point = weights  # coefficients of the current estimate; the first estimate is the mean
     for _ in range(_STEPS):
         factors = weights / _distances(gram, point).clamp(min=least_distance)
         previous = point
@@ -192,7 +217,7 @@ def centered_clipping(
             lengths.
         steps: Number of steps.
     """
-    center = torch.zeros_like(weights)  # coefficients of the current center; the first one is zero
+    center = torch.zeros_like(weights)  # coefficients of the current center, at first 0
     for _ in range(steps):
         distances = _distances(gram, center)
         bound = statistics.median(distances.tolist()) if radius is None else radius
@@ -205,21 +230,21 @@ def centered_clipping(
 def flag_aggregate(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the coefficients of the Flag Aggregator: the mean, projected on the vectors' common subspace.
 
-    The subspace minimizes the sum of the vectors' sines to it (Almasi et al., arXiv 2302.05865). Least
-    squares would minimize the sum of squared sines. So it is found by iteratively reweighted least squares:
-    each squared sine is weighted by 1 / sine of the last iteration.
+    The subspace minimizes the sum of the sines of the angles between the vectors and the subspace (Almasi et
+    al., arXiv 2302.05865). It is found by iteratively reweighted least squares: plain least squares would
+    minimize the sum of the squared sines, so each squared sine is weighted by 1 / sine of the last iteration.
 
     Args:
         gram: Inner products of the vectors, [J, J].
         weights: Weight of each vector in the mean, [J].
 
     Returns:
-        The coefficients [J] with which the vectors are added up.
+        Coefficients, [J]: the sum of coefficient * vector is the aggregate.
     """
     lengths = gram.diagonal().sqrt()
     if float(lengths.min()) == 0:  # a zero vector has no direction: return the plain mean
         return weights
-    # The paper's size of the subspace: a majority of J jobs, whose vectors can lie in it.
+    # The paper's size of the subspace: the vectors of a majority of the J jobs can lie in it.
     dimensions = math.ceil((len(weights) + 1) / 2)
     reweighting = torch.ones_like(weights)
     for _ in range(_STEPS):

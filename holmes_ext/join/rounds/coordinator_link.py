@@ -1,7 +1,7 @@
 """Requests of a joined job to the coordinator, on all its ranks at once, and facts about other jobs.
 
-All functions that talk to the coordinator are collective: rank 0 sends the request, and broadcasts the reply
-to the other ranks of the job. So all ranks get the same verdict.
+All functions that send requests are collective: rank 0 sends the request, and broadcasts the reply to the
+other ranks of the job. So all ranks get the same verdict.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from holmes_ext.runtime.deadline import Deadline
 _AWAY_S = 2.0
 #: Seconds to wait for the coordinator beyond two timeouts of the job.
 _EXTRA_S = 10.0
-#: Reply of the coordinator: its key "verdict" says what the job does next.
+#: Reply of the coordinator: its key "verdict" names the next step of the job.
 Verdict = dict[str, Any]
 
 
 class CoordinatorLink:
     """Requests of a job to the coordinator: rank 0 sends them and broadcasts the replies.
 
-    Until the job has entered the run (was told to begin training), a refusal ends the job with the
-    coordinator's message. Afterwards neither a refusal nor silence ends training: the reply is then
-    "void", with the reason.
+    Until the job has entered the run (the coordinator has let it begin training), a refusal ends the
+    job with the coordinator's message. Afterwards neither a refusal nor silence ends training: the
+    reply is then "void", with the reason.
     """
 
     def __init__(
@@ -42,23 +42,22 @@ class CoordinatorLink:
         patience_s: float,
         credentials: Credentials,
     ):
-        """Store what requests need; nothing is sent yet.
+        """Prepare for requests; nothing is sent yet.
 
         Args:
             client: Connection of rank 0 to the coordinator; None on the other ranks.
             job_ranks: Collectives over the ranks of the job.
             patience_s: Seconds that the job waits for other jobs (its setting `timeout`). A reply may
                 take twice as long, because the coordinator itself waits for the other jobs.
-            credentials: Certificate and CA of this rank. Replies that name revoked certificates update
-                its list of them.
+            credentials: Certificate and CA of this rank, with its list of revoked certificates. Replies
+                update that list.
         """
         self.client = client
         self._credentials = credentials
         self._job_ranks = job_ranks
         self._patience_s = patience_s
-        self.entered = (
-            False  # whether the coordinator has let the job begin training; set by RoundRunner
-        )
+        #: Whether the coordinator has let the job begin training; set by RoundRunner.
+        self.entered = False
         self._is_away = False  # the coordinator did not answer the last request
 
     def ask(self, op: str, document: Mapping[str, Any]) -> Verdict:
@@ -85,8 +84,8 @@ class CoordinatorLink:
         """Return the coordinator's salt for a round, "" if rank 0 does not have it; collective.
 
         The salt is a random text that goes into the checksum of the job's weights, so that no job
-        can report a checksum that it has copied from another. It came with the reply to an earlier
-        request.
+        can report a checksum that it has copied from another job. It came with the reply to an
+        earlier request.
         """
         latest = self.client.salt if self.client is not None else RoundSalt(0, "")
         round_number, salt = self._job_ranks.broadcast_from_rank_0(list(latest))
@@ -106,7 +105,8 @@ class CoordinatorLink:
         assert self.client is not None
         void = {"verdict": "void", "round": int(document.get("round", 0))}
         if self._is_away and self.client.is_away:
-            # Do not delay training again: another thread tries to reach the coordinator.
+            # The last request had no answer, and the heartbeat thread has not reached the coordinator
+            # since then. So do not delay training with another request.
             why = "the coordinator did not answer, and cannot be reached yet"
             return {**void, "why": why, "is_away": True}
         # A round for which few jobs are ready begins after two timeouts (lock_step.py).
@@ -133,7 +133,7 @@ class CoordinatorLink:
 
 
 class _CachedChecksum(NamedTuple):
-    """Checksum of a fragment's outer state, and the version of which it is."""
+    """Checksum of a fragment's outer state, and the version (last outer step) of that state."""
 
     version: int
     checksum: int
@@ -142,7 +142,8 @@ class _CachedChecksum(NamedTuple):
 class Claims:
     """Versions and checksums of a job's fragments, as it reports them to the coordinator.
 
-    The checksum of a fragment covers its anchor and momentum on all ranks of the job. It is computed once for
+    The version of a fragment (part of the model) is the round of its last outer step. The checksum covers the
+    fragment's anchor (weights after that step) and momentum, on all ranks of the job. It is computed once for
     each version.
     """
 
@@ -150,8 +151,8 @@ class Claims:
         self._state = state
         self._job_ranks = job_ranks
         self._cache: dict[int, _CachedChecksum] = {}  # by fragment
-        #: Latest report, which is sent again if the job must reconnect: "versions" and "checksums"
-        #: ("": unknown) of all fragments.
+        #: Latest report, sent again if the job must reconnect: "versions" and "checksums" ("": unknown)
+        #: of all fragments.
         self.latest_report: dict[str, list] = {
             "versions": [fragment.version_after_pending for fragment in state.fragments],
             "checksums": [""] * len(state.fragments),
@@ -166,8 +167,9 @@ class Claims:
 
         Args:
             submitted_versions: Versions of all fragments when training submitted its latest
-                pseudo-gradient. They show which fragments had a pending step then. All ranks agree
-                on them, as collective checksums need; the current versions may differ meanwhile.
+                pseudo-gradient. A fragment with an older version than now had a pending step then. All
+                ranks have the same values, as collective checksums need; the current versions of the
+                ranks may differ meanwhile.
 
         Returns:
             "versions" and "checksums" of all fragments; a checksum is "" while a step is pending.
@@ -195,9 +197,9 @@ class Claims:
         return self.latest_report
 
     def salted(self, fragment: int, salt: str) -> str:
-        """Return the checksum of a fragment with a salt; collective.
+        """Return the checksum of a fragment and a salt, a text from the coordinator; collective.
 
-        A job that does not have the weights cannot know this checksum before it learns the salt.
+        The salt is new in each round. So only a job that has the weights can compute the checksum.
         """
         return hexadecimal(self._checksums([fragment], salt)[0])
 
@@ -206,7 +208,7 @@ class Claims:
         self._cache.pop(fragment, None)
 
     def _checksums(self, fragments: Sequence[int], salt: str) -> list[int]:
-        """Return the checksums of fragments over all ranks of the job; collective if there are any."""
+        """Return the checksums of fragments over all ranks of the job; collective unless there are none."""
         position = self._state.weights.position
         of_this_rank = [
             self._state.fragments[index].checksum(position, salt) for index in fragments
@@ -229,7 +231,7 @@ class RemoteJob:
     """
 
     ranges: list[RankRange]  # elements that each rank exchanges
-    peers: dict[int, Peer]  # rank -> address to call it
+    peers: dict[int, Peer]  # rank -> its identity and address
 
 
 class FoundJobs(NamedTuple):
@@ -243,7 +245,7 @@ class RemoteJobs:
     """Cache of the ranks of other jobs: the elements that they exchange, and their addresses.
 
     Args:
-        coordinator: Where the ranks of a job can be looked up.
+        coordinator: Sends requests to the coordinator. That has the ranks of all jobs.
         job_ranks: Collectives over the ranks of this job.
         position: Position of this rank in the model-parallel grid.
         total: Number of elements at this position.
@@ -269,10 +271,10 @@ class RemoteJobs:
         position of the model-parallel grid differ in number from those of this job.
 
         The caches of this job's ranks have the same jobs, because all ranks decide by the same
-        replies: so all of them take part in the same lookups.
+        replies. So all ranks take part in the same lookups.
 
         Args:
-            incarnations: Job -> incarnation, which identifies a start of the job.
+            incarnations: Job -> incarnation (random text that identifies a start of the job).
         """
         jobs: dict[str, RemoteJob] = {}
         for name, incarnation in incarnations.items():
@@ -318,7 +320,7 @@ def remote_job(name: str, answer: Mapping[str, Any], position: str, total: int) 
     ranges = [
         RankRange(start, stop, rank) for start, stop, rank in zip(flat[::3], flat[1::3], flat[2::3])
     ]
-    # The ranges are in order and without holes, so the last one ends at the number of elements.
+    # The ranges are in order and without holes, so the last range ends at the number of elements.
     if not ranges or ranges[-1].stop != total:
         return None
     incarnation = str(answer["incarnation"])

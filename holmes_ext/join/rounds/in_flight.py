@@ -12,16 +12,16 @@ import torch
 class RoundResult:
     """Result of a round: verdict, shares of the jobs in the aggregate, and measurements.
 
-    A round exchanges one fragment's pseudo-gradients. All ranks of a job have the same values,
-    except for those marked below.
+    A round exchanges a fragment's pseudo-gradients. All ranks of a job have the same values, except
+    for `bytes` and `seconds`.
     """
 
     #: "commit": take the outer step; "taken": `fragments` came from job `source`; "void": no change.
     verdict: str
     round: int  # last round that the run has seen
     why: str = ""  # reason of a void round
-    source: str = ""
-    fragments: list[int] = field(default_factory=list)
+    source: str = ""  # job that gave weights, with the verdict "taken"
+    fragments: list[int] = field(default_factory=list)  # fragments with new anchors
     members: dict[str, float] = field(default_factory=dict)  # job -> share of its pseudo-gradient
     #: Job whose pseudo-gradient did not count -> reason.
     left_out: dict[str, str] = field(default_factory=dict)
@@ -37,15 +37,16 @@ class RoundResult:
 class InFlight:
     """Pseudo-gradient of a fragment from its computation until its aggregate is applied.
 
-    The training thread computes and submits it; the rounds thread exchanges it with other jobs and
-    sets `ended`.
+    A fragment is a part of the model; the pseudo-gradient is the change of its weights since the last
+    outer step. The training thread computes and submits it. The rounds thread exchanges it with other
+    jobs, and sets `ended`.
     """
 
     number: int  # of the round
     fragment: int
     gradient: torch.Tensor  # this rank's elements, float32 on the host
     anchor_version: int  # version of the anchor from which the local weights were subtracted
-    tokens: float  # that this rank has read for it
+    tokens: float  # tokens that this rank has read for it
     step: int  # inner step at which it was captured
     #: Inner steps until the next fragment is exchanged, as this rank proposes; 0: no change.
     period: int = 0

@@ -1,10 +1,11 @@
-"""Thread that runs the outer rounds of one rank of a joined job with rounds=async.
+"""Thread that runs the outer rounds of a rank of a joined job with rounds=async.
 
 The job asks the coordinator for rounds all the time, and contributes to a round whenever it is ready. The
 rounds threads of all ranks of the job repeat these steps:
 
 1. Rank 0: collect the pseudo-gradients that training has submitted; broadcast their number. The other ranks
-   wait until their training threads have submitted as many, so that all ranks offer the same ones.
+   wait until their training threads have submitted as many, so that all ranks offer the same
+   pseudo-gradients.
 2. If a fragment has MOST_PENDING aggregates that training has not applied, sleep, and begin again.
 3. Rank 0: send "next" with the offers, and broadcast the verdict.
        go       run the round as round_runner.py does; without an offer for its fragment, only receive
@@ -14,8 +15,8 @@ rounds threads of all ranks of the job repeat these steps:
    its period (rolling_loop.py) and applies the pending aggregates.
 
 Invariant: all ranks append the same results in the same order, so the training threads can agree on a
-number of results and apply the same ones. No thread waits for ever: see round_runner.py; and the
-training thread stops waiting when the rounds thread has ended.
+number of results, and then apply equal results. No thread waits for ever: requests, exchanges and collectives
+have timeouts (round_runner.py), and the training thread stops waiting when the rounds thread has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from holmes_ext.join.rounds.coordinator_link import Verdict
 from holmes_ext.join.rounds.in_flight import InFlight, RoundResult
 from holmes_ext.join.rounds.round_runner import RoundRunner
 
-#: Aggregates of one fragment that may wait for training; then no round is run until training applies some.
+#: Aggregates of a fragment that may wait for training; then no round is run until training applies some.
 MOST_PENDING = 3
 #: Seconds until the next request while training is behind, or after a request without an answer.
 _REST_S = 0.2
@@ -39,7 +40,7 @@ _AWAY_REST_S = 2.0
 
 
 class EndedRound(NamedTuple):
-    """Result of a round together with this job's pseudo-gradient in it, for the training thread."""
+    """Result of a round, with the pseudo-gradient that this job contributed; for the training thread."""
 
     contribution: InFlight | None  # this job's pseudo-gradient; None: it only received
     result: RoundResult
@@ -49,8 +50,8 @@ class RollingRunner(RoundRunner):
     """Background thread that runs a rank's rounds without holding up training (rounds=async).
 
     Training submits pseudo-gradients and goes on. The thread offers them to the coordinator again
-    and again. When it begins a round, the thread exchanges them with other jobs. Training takes the
-    results with results_until().
+    and again. When the coordinator begins a round, the thread exchanges the pseudo-gradient of that
+    round with other jobs. Training takes the results with results_until().
     """
 
     def __init__(self, *arguments: Any, **more: Any):
@@ -64,7 +65,7 @@ class RollingRunner(RoundRunner):
         self._error: BaseException | None = None
 
     def results_until(self, count: int) -> list[EndedRound]:
-        """Take the results of the first `count` rounds, except for those taken before.
+        """Return the results of the first `count` rounds, except for those returned by earlier calls.
 
         The call waits until that many rounds have ended on this rank. All ranks of the job call it
         with the same `count`, so that they apply the same rounds at the same step.
@@ -89,7 +90,7 @@ class RollingRunner(RoundRunner):
     # Methods of the thread
 
     def _run(self) -> None:
-        """Ask for rounds until training ends."""
+        """Ask the coordinator for rounds and run them, again and again until training ends."""
         try:
             self.taker.take_momenta()
             self.taker.wait_for_momenta()  # raises the error that take_momenta() met
@@ -103,15 +104,15 @@ class RollingRunner(RoundRunner):
     def _collect_submitted(self) -> bool:
         """Move submitted pseudo-gradients from the queue to the offers; collective.
 
-        An offer tells the coordinator that a pseudo-gradient can be exchanged. Rank 0 takes all
-        that is queued; the other ranks take equally many, and wait for them if needed.
+        An offer informs the coordinator that a pseudo-gradient can be exchanged. Rank 0 takes all
+        queued pseudo-gradients; the other ranks take equally many, and wait for them if needed.
 
         Returns:
             False after training has ended (None in the queue).
         """
         new: list[InFlight] = []
-        is_over = False  # training has ended, which None in the queue means
-        if self.job_ranks.rank == 0:  # take what is in the queue, without waiting
+        is_over = False  # training has ended: there is None in the queue
+        if self.job_ranks.rank == 0:  # empty the queue, without waiting
             while not is_over:
                 try:
                     submitted = self._inbox.get_nowait()
@@ -169,16 +170,16 @@ class RollingRunner(RoundRunner):
                 self._handle_void(verdict)
 
     def _offer(self, in_flight: InFlight) -> dict[str, Any]:
-        """Return what the coordinator must know of a pseudo-gradient to be exchanged; collective.
+        """Return the offer of a pseudo-gradient, for the coordinator; collective.
 
         Args:
             in_flight: The pseudo-gradient: this rank's elements.
 
         Returns:
-            "fragment"; "tokens" of the whole job; "norm", the Euclidean norm over all ranks, left
-            out if it is not finite, so that the coordinator does not count this job; "slack_s", the
-            seconds until training would apply the aggregate, of which the coordinator waits only a
-            part for other jobs.
+            "fragment": its index. "tokens": tokens of the whole job. "norm": Euclidean norm over all
+            ranks; missing if it is not finite, so that the coordinator does not count this job.
+            "slack_s": seconds until training would apply the aggregate; the coordinator waits for
+            other jobs for a part of this time.
         """
         square, tokens = self.job_ranks.all_reduce_sum(
             [self._squared_norm_to_send(in_flight), in_flight.tokens]
@@ -210,13 +211,13 @@ class RollingRunner(RoundRunner):
             contribution = self._offers.get(index)
         in_flight = contribution
         if in_flight is None:
-            # The job only receives. The exchange needs a tensor of the right shape and dtype, but sends
-            # nothing of it; the anchor serves as one.
+            # The job only receives. The exchange needs some tensor of the right shape and dtype, such as
+            # the anchor, but does not send it.
             anchor = self.state.fragments[index].anchor
             in_flight = InFlight(number, index, anchor, anchor_version=0, tokens=0.0, step=0)
         in_flight.number = number
-        # The exchange, the check and the commit, as the coordinator's verdicts say. Only CO2 needs the
-        # momentum's length, and CO2 is not possible with rounds=async.
+        # The exchange, the check and the commit, in the order of the coordinator's verdicts. Only CO2 needs
+        # the momentum's length, and CO2 is not possible with rounds=async.
         result = self._follow_verdicts(in_flight, verdict, momentum_square=0.0)
         result.fragments = [index]
         result.bytes = self.links.sent - sent_before
@@ -233,8 +234,8 @@ class RollingRunner(RoundRunner):
     def _handle_void(self, verdict: Verdict) -> None:
         """Record the result "void" of a request for a round.
 
-        The request offered this job's pseudo-gradients that wait for a round (its offers). Three cases
-        differ in `left_out` (job -> reason), which the verdict contains:
+        The request offered this job's pseudo-gradients that wait for a round (its offers). The verdict's
+        `left_out` (job -> reason) shows the cause:
 
             has this job      its offers are unusable: drop them. Training sees this in the result,
                               and sets its local weights to the anchors (RollingLoop._apply)

@@ -1,8 +1,8 @@
-"""Thread that runs the outer rounds of one rank of a joined job, beside the training thread.
+"""Thread that runs the outer rounds of a rank of a joined job, beside the training thread.
 
 Joined jobs train one model together over a WAN (DiLoCo, arXiv 2311.08105): in a round they exchange the
 pseudo-gradients of a fragment of the model. The training thread submits a pseudo-gradient and goes on
-training. For each of them, the rounds threads of all ranks of the job do the following together:
+training. For each pseudo-gradient, the rounds threads of all ranks of the job do the following together:
 
 1. All ranks: add up the squared length of the pseudo-gradient over the job.
 2. Rank 0: send "ready" to the coordinator and broadcast the verdict. "go" leads to step 3, "behind" to 6.
@@ -34,7 +34,8 @@ import torch
 from holmes_ext.join.codecs import codec_of
 from holmes_ext.join.peers.exchange import Attempt
 from holmes_ext.join.peers.links import PeerLinks, PeersFailed
-from holmes_ext.join.rounds.aggregate import coefficients, combine, products, square_of
+from holmes_ext.join.rounds import aggregate as aggregation
+from holmes_ext.join.rounds.aggregate import square_of
 from holmes_ext.join.rounds.coordinator_link import (
     Claims,
     CoordinatorLink,
@@ -59,12 +60,11 @@ _AGAIN_S = 2.0
 
 @dataclass
 class _Received:
-    """Pseudo-gradients of all jobs, as this rank has them after one attempt of their exchange."""
+    """Pseudo-gradients of all jobs, as this rank has them after an attempt of their exchange."""
 
     attempt: Attempt
-    names: list[str]  # jobs that contribute, this one among them
-    #: This rank's elements, one tensor for each name; empty if the exchange failed.
-    gradients: list[torch.Tensor]
+    names: list[str]  # jobs that contribute; this job may be among them
+    gradients: list[torch.Tensor]  # this rank's elements, by name; empty if the exchange failed
     gram: torch.Tensor  # inner products of the whole pseudo-gradients, float64 [J, J]
     unreached: list[str]  # jobs with which the exchange failed on some rank
     faults: dict[str, str]  # job whose data cannot be used -> reason
@@ -91,7 +91,7 @@ class RoundRunner:
             ranges: Elements that each rank of this job exchanges with other jobs; only the ranks at
                 this rank's position of the model-parallel grid.
             job_ranks: Collectives over this job's ranks. Once the thread runs, only it uses them.
-            links: Connections to ranks of other jobs, over which tensors are sent.
+            links: Connections to ranks of other jobs, for tensors.
             coordinator: Collective requests to the coordinator.
             job: Name of this job.
         """
@@ -107,9 +107,8 @@ class RoundRunner:
         # Shards and addresses of the other jobs' ranks.
         weights = state.weights
         self.remote = RemoteJobs(coordinator, job_ranks, weights.position, weights.total)
-        self.number = 0  # last round that this job knows of
-        # Versions and checksums of this job's fragments, for reports to the coordinator.
-        self.claims = Claims(state, job_ranks)
+        self.number = 0  # last round of the run, as far as this job knows
+        self.claims = Claims(state, job_ranks)  # versions and checksums of this job's fragments
         self.taker = WeightTaker(
             settings, state, ranges, job_ranks, links.routes, self.remote, self.claims
         )
@@ -136,7 +135,7 @@ class RoundRunner:
         """Stop the thread and close all connections, also that of rank 0 to the coordinator.
 
         Args:
-            seconds: How long to wait for submitted rounds to end; later ones are cut off.
+            seconds: Longest wait for the ends of submitted rounds; later rounds are cut off.
             why: Reason for the coordinator's log.
         """
         self._inbox.put(None)
@@ -150,14 +149,14 @@ class RoundRunner:
         """Enter the run, and take newer weights from another job if there are any; collective.
 
         Args:
-            number: Last round of which this job knows, from its checkpoint.
+            number: Last round of this job, from its checkpoint.
 
         Raises:
             HolmesError: The coordinator refuses the job, or no donor could give the newer weights.
         """
         self.number = number
         result = RoundResult("void", number)
-        # Taking weights may fail because the donor is gone; the coordinator then names another one.
+        # Taking weights may fail because the donor is gone; the coordinator then names another donor.
         for attempt in range(_ENTRIES):
             if attempt > 0:
                 time.sleep(_AGAIN_S)
@@ -179,7 +178,7 @@ class RoundRunner:
         return result
 
     def hello(self) -> dict[str, Any]:
-        """Return the part of the job's hello that changes over time (see reports.Hello)."""
+        """Return the keys of the job's hello (reports.Hello) that change over time."""
         return {
             **self.claims.latest_report,
             "round": self.number,
@@ -224,7 +223,7 @@ class RoundRunner:
         norm = square**0.5 if is_finite else None
         report = self._ready_report(in_flight, norm, tokens)
         verdict = self.coordinator.ask("ready", report)
-        # The exchange, the check and the commit, as the coordinator's verdicts say.
+        # The exchange, the check and the commit, in the order of the coordinator's verdicts.
         result = self._follow_verdicts(in_flight, verdict, momentum_square)
         result.bytes = self.links.sent - sent_before
         result.seconds = time.monotonic() - begin
@@ -235,9 +234,9 @@ class RoundRunner:
         return result
 
     def _squared_norm_to_send(self, in_flight: InFlight) -> float:
-        """Return the squared length of what the codec will encode, over this rank's elements.
+        """Return the squared length of the vector that the codec will encode, over this rank's elements.
 
-        That is the pseudo-gradient plus the residual of earlier rounds, if the codec keeps one.
+        That is the pseudo-gradient, plus the rounding errors of earlier rounds if the codec keeps them.
         """
         residual = self.state.fragments[in_flight.fragment].residual
         if residual is None:
@@ -247,22 +246,25 @@ class RoundRunner:
     def _ready_report(
         self, in_flight: InFlight, norm: float | None, tokens: float
     ) -> dict[str, Any]:
-        """Return norm, tokens, versions and checksums for the request "ready"; collective.
+        """Return the document of the request "ready" (reports.ReadyReport); collective.
+
+        A pseudo-gradient counts only if the report has its norm.
 
         Args:
+            in_flight: This job's pseudo-gradient.
             norm: The pseudo-gradient's Euclidean norm over all ranks; None: it is not finite.
             tokens: Tokens that the job has read for the pseudo-gradient.
         """
         index = in_flight.fragment
-        claims = self.claims.renew(in_flight.versions)
+        claims = self.claims.renew(in_flight.versions)  # versions and checksums of all fragments
         report = {"round": in_flight.number, "fragment": index, "tokens": tokens, **claims}
-        # With the coordinator's salt in it, the checksum cannot be copied from another job.
-        salt = self.coordinator.salt_of(in_flight.number)
+        # A checksum with the salt of this round cannot be copied from another job.
+        salt = self.coordinator.salt_of(in_flight.number)  # "": rank 0 has no salt for this round
         if salt and claims["checksums"][index]:
             report["salted"] = self.claims.salted(index, salt)
             report["salt_round"] = in_flight.number
-        # Without a norm, the pseudo-gradient does not count.
-        if in_flight.anchor_version != self.state.fragments[index].version:
+        is_outdated = in_flight.anchor_version != self.state.fragments[index].version
+        if is_outdated:
             report["why"] = "it has just taken these weights from another job"
         elif norm is not None:
             report["norm"] = norm
@@ -271,15 +273,16 @@ class RoundRunner:
     def _follow_verdicts(
         self, in_flight: InFlight, verdict: Verdict, momentum_square: float
     ) -> RoundResult:
-        """Do what the coordinator's verdicts say, one after the other, until the round has ended; collective.
+        """Follow the coordinator's verdicts, one after the other, until the round has ended; collective.
 
             go        exchange pseudo-gradients with these members; again, if some of them were lost
-            check     report digests of the received data, which the coordinator compares
+            check     report digests of the received data; the coordinator compares them
             commit    aggregate the pseudo-gradients, for the outer step
             behind    this job's weights are outdated: take fragments from another job
             others    ("void", "skip") nothing changes
 
         Args:
+            in_flight: This job's pseudo-gradient.
             verdict: The first verdict.
             momentum_square: Squared length of the fragment's momentum, for algorithms that need it.
         """
@@ -318,6 +321,7 @@ class RoundRunner:
         """Exchange pseudo-gradients with the other members of a round, once; collective.
 
         Args:
+            in_flight: This job's pseudo-gradient.
             verdict: The verdict "go". It has the members (job -> share of its pseudo-gradient in the sum;
                 0: it only receives), the incarnation (start) of each job, and the norm of its
                 pseudo-gradient that each job has reported (claimed).
@@ -345,27 +349,21 @@ class RoundRunner:
                 )
             except PeersFailed as error:
                 failed = error.jobs
-
-        # One all-reduce for both: how many ranks failed with each member, and the Gram matrix (inner
-        # products of the pseudo-gradients).
         names = attempt.contributors  # members with a share above 0
         gram = torch.zeros(len(names), len(names), dtype=torch.float64)
         if gradients:
-            gram = products(gradients)
-        failures = [float(name in failed) for name in members]
-        sums = self.job_ranks.all_reduce_sum([*failures, *gram.flatten().tolist()])
-        failures = sums[: len(members)]
-        gram = torch.tensor(sums[len(members) :], dtype=torch.float64).view(len(names), len(names))
-
-        unreached = [name for name, ranks in zip(members, failures) if ranks > 0]
+            gram = aggregation.products(gradients)
+        is_unreached = [name in failed for name in members]
+        sums = aggregation.sum_over_ranks(self.job_ranks, is_unreached, gram)
+        unreached = [name for name, ranks in zip(members, sums.failures) if ranks > 0]
         self.remote.forget(unreached)
         faults: dict[str, str] = {}
         if not unreached:
-            # Jobs whose data is implausible: the Gram matrix shows its length, which must not exceed the
-            # claimed norm, and its direction. A job does not accuse itself.
-            faults = self._screening.faults(in_flight.fragment, names, gram, verdict["norms"])
+            # Jobs whose data is implausible by the Gram matrix: by its length (it must not exceed the
+            # claimed norm), or by its direction. A job does not accuse itself.
+            faults = self._screening.faults(in_flight.fragment, names, sums.gram, verdict["norms"])
             faults.pop(self.job, None)
-        return _Received(attempt, names, gradients, gram, unreached, faults)
+        return _Received(attempt, names, gradients, sums.gram, unreached, faults)
 
     def _attempt(
         self, members: Mapping[str, float], fragment: Fragment, found: FoundJobs
@@ -383,7 +381,7 @@ class RoundRunner:
             ranges_of[name] = job.ranges
             for rank, peer in job.peers.items():
                 peers[name, rank] = peer
-        # Ranges of elements that a single rank of each job exchanges; this rank takes part in its own.
+        # Ranges of elements that one rank of each job exchanges; this rank takes part in its own.
         ranges = shared_ranges(ranges_of, fragment.start, fragment.stop)
         pieces = [span for span in ranges if span.owners[self.job] == self.job_ranks.rank]
         return Attempt(self.job, members, pieces, peers, self.codec)
@@ -398,11 +396,13 @@ class RoundRunner:
     ) -> dict[str, Any]:
         """Return this job's report about the received data, for the request "checked"; collective.
 
-            digests   sending job -> digest of its data, salted so that none can be copied
-            factors   job -> factor of its pseudo-gradient in the aggregate, which is a weighted sum
+            digests   sending job -> digest of its data, salted so that it cannot be copied
+            factors   job -> factor of its pseudo-gradient in the aggregate (a weighted sum)
             gap       divisor of an aggregate that is applied late (CO2); 1 in other algorithms
 
         Args:
+            in_flight: This job's pseudo-gradient.
+            received: Result of _exchange().
             members: Job -> share of its pseudo-gradient.
             verdict: The coordinator's order to check: salt, excluded jobs, number of the check.
             momentum_square: Squared length of the fragment's momentum.
@@ -415,7 +415,7 @@ class RoundRunner:
         gram = received.gram[counting][:, counting]
         total_share = sum(members[name] for name in counting_names)
         shares = [members[name] / total_share for name in counting_names]
-        factors = coefficients(self.settings, gram, shares)
+        factors = aggregation.coefficients(self.settings, gram, shares)
         factors_vector = torch.tensor(factors, dtype=torch.float64)
         # |sum of c_j d_j|^2 = c' G c, with the factors c and the Gram matrix G.
         aggregate_square = float(factors_vector @ gram @ factors_vector)
@@ -448,6 +448,8 @@ class RoundRunner:
         `delay` inner steps after it has sent the pseudo-gradient.
 
         Args:
+            in_flight: This job's pseudo-gradient.
+            received: Result of _exchange().
             members: Job -> share of its pseudo-gradient.
             verdict: The reply "commit", with the factors of the jobs that count.
         """
@@ -458,7 +460,7 @@ class RoundRunner:
             for name, gradient in zip(received.names, received.gradients)
             if name in factors
         }
-        aggregate = combine(
+        aggregate = aggregation.combine(
             self.settings, list(counting.values()), [factors[name] for name in counting]
         )
         contributes = self.job in factors
@@ -474,7 +476,7 @@ class RoundRunner:
             fragment.pending.append(
                 Pending(in_flight.number, aggregate, momentum, float(verdict["gap"]), residual)
             )
-        # How far this job's pseudo-gradient is from the aggregate, relative to the aggregate's norm.
+        # Distance of this job's pseudo-gradient from the aggregate, relative to the aggregate's norm.
         drift = None
         if aggregate_square > 0 and len(counting) > 1 and contributes:
             drift = (distance_square / aggregate_square) ** 0.5

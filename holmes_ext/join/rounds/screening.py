@@ -1,14 +1,14 @@
 """Plausibility checks of the pseudo-gradients that a job received in a round.
 
-A job that lies or is broken is reported to the coordinator, which leaves it out if the other jobs report the
-same (coordinator/consensus.py). Pseudo-gradients are unusable if they
+A job that lies or is broken is reported to the coordinator. The coordinator leaves it out if the other jobs
+report the same (coordinator/consensus.py). Pseudo-gradients are unusable if they
 
     are not finite              contain a NaN or an infinity
     are longer than claimed     their length exceeds the norm that the job reported when it was ready
-    point in another direction  their typical cosine with the others' is less than a tenth of the usual one (a
-                                flipped sign, noise). Only for aggregate=mean or flag, which are not robust
+    point in another direction  their typical cosine with the others' is less than a tenth of the usual cosine
+                                (a flipped sign, noise). Only for aggregate=mean or flag: they are not robust
                                 against single directions, and three jobs or more
-    are repeated                their length equals, to the last digit, one of an earlier round
+    are repeated                their length equals, to the last digit, a length of an earlier round
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _LENGTH_TOLERANCE = 1e-12
 _BY_DIRECTION = ("mean", "flag")
 #: Least agreement of a job with the others, as a share of the usual agreement.
 _SHARE_OF_AGREEMENT = 0.1
-#: Usual agreement (a cosine) below which directions say nothing.
+#: Usual agreement (a cosine) below which directions are mostly noise, and are not compared.
 _LEAST_AGREEMENT = 0.2
-#: Jobs that are needed to tell which of them points in another direction.
+#: Jobs that are needed to find out which of them points in another direction.
 _LEAST_JOBS = 3
 #: Rounds of a fragment whose lengths are remembered.
 _REMEMBERED = 32
@@ -39,14 +39,14 @@ _TINY = 1e-300
 
 
 class Screening:
-    """Checks with which this job finds unusable pseudo-gradients among those that it has received.
+    """Checks by which this job finds unusable pseudo-gradients among those that it has received.
 
     It remembers the lengths of the pseudo-gradients of recent rounds, to find data that is sent
     again.
 
     Args:
         aggregate: How pseudo-gradients are aggregated. Directions are checked only for "mean" and
-            "flag", in which a single job in a false direction has its full effect.
+            "flag": there, a single job in a false direction has its full effect.
     """
 
     def __init__(self, aggregate: str):
@@ -95,17 +95,22 @@ class Screening:
         return faults
 
     def remember(self, fragment: int, gram: torch.Tensor) -> None:
-        """Remember the lengths of the pseudo-gradients in a committed round."""
+        """Remember the lengths of the pseudo-gradients in a committed round.
+
+        Args:
+            fragment: Index of the fragment.
+            gram: Inner products of the pseudo-gradients; the squared lengths are on its diagonal.
+        """
         squares = gram.diagonal().tolist()
         self._squares.setdefault(fragment, deque(maxlen=_REMEMBERED * len(squares))).extend(squares)
 
     def _jobs_with_repeated_data(
         self, fragment: int, names: Sequence[str], squares: Sequence[float]
     ) -> dict[str, str]:
-        """Return the jobs whose pseudo-gradient has exactly the norm of an earlier round's.
+        """Return the jobs whose pseudo-gradient is exactly as long as a pseudo-gradient of an earlier round.
 
-        Such a job has probably sent old data. But if at least half of the jobs do, training stands
-        still and none is blamed.
+        Such a job has probably sent old data. But if this is true of at least half of the jobs, their
+        training stands still, and no job is returned.
 
         Args:
             fragment: Index of the fragment.
@@ -129,8 +134,9 @@ def _misdirected_jobs(
 ) -> dict[str, str]:
     """Return the jobs whose pseudo-gradients point in another direction than the others'.
 
-    A job's agreement is its median cosine with the others. It is misdirected below a tenth of the
-    usual agreement, which is the median over jobs. If that is below 0.2 (noise), no job is.
+    A job's agreement is its median cosine with the others. The usual agreement is the median over the
+    jobs. A job is misdirected if its agreement is below a tenth of the usual agreement. If the usual
+    agreement is below 0.2 (noise), no job is misdirected.
 
     Args:
         usable: Jobs to compare.

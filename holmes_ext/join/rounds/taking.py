@@ -1,9 +1,10 @@
-"""Taking of fragments from another job whose weights are newer, on all ranks of this job at once.
+"""Taking of fragments from another job with newer weights, on all ranks of this job at once.
 
-The coordinator's verdict "behind" names the other job (the donor), the fragments, and their versions. A
-fragment has an anchor (weights after the last outer step) and mostly a momentum, as long as the anchor:
+The coordinator's verdict "behind" names the other job (the donor), the fragments (parts of the model), and
+their versions (rounds of the last outer steps). A fragment has an anchor (weights after the last outer step)
+and mostly a momentum, as long as the anchor:
 
-    at the start of a job    take_to_begin()     the main thread takes the anchors, with which training begins
+    at the start of a job    take_to_begin()     the main thread takes the anchors; training begins with them
                              take_momenta()      the rounds thread takes the momenta while the first inner
                                                  steps run. No outer step needs them earlier
     later                    take()              anchors and momenta together
@@ -45,16 +46,16 @@ class WeightTaker:
         remote: RemoteJobs,
         claims: Claims,
     ):
-        """Store what the transfers need; no fragment is replaced yet.
+        """Prepare for transfers; no fragment is replaced yet.
 
         Args:
             settings: The --holmes-outer settings.
-            state: Outer state of this rank, whose fragments are replaced.
+            state: Outer state of this rank; its fragments are replaced.
             ranges: Elements that each rank of this job exchanges.
             job_ranks: Collectives over the ranks of this job.
             routes: Opens connections to ranks of other jobs.
             remote: Ranks of the other jobs.
-            claims: Checksums of this job's fragments, which are outdated after a replacement.
+            claims: Checksums of this job's fragments; they are outdated after a replacement.
         """
         self._settings = settings
         self._state = state
@@ -67,7 +68,7 @@ class WeightTaker:
         self._verdict_of_anchors: Verdict | None = None
         # Is complete when no momentum is missing; gets the error of take_momenta(), if any.
         self._momenta_taken: Future[None] = Future()
-        self._momenta_taken.set_result(None)  # none is missing at first
+        self._momenta_taken.set_result(None)  # no momentum is missing at first
 
     def take(
         self, verdict: Verdict, store: Store, tensors: Sequence[str] = (ANCHOR, MOMENTUM)
@@ -79,7 +80,7 @@ class WeightTaker:
                 fragments, and their versions.
             store: Called for each fragment that was taken, with its version, anchor and momentum; a method
                 of OuterState.
-            tensors: Take anchors, momenta or both.
+            tensors: The tensors to take: ANCHOR, MOMENTUM or both.
 
         Returns:
             A result with verdict "taken", or "void" with the reason.
@@ -110,10 +111,11 @@ class WeightTaker:
         return RoundResult("taken", number, source=name, fragments=list(wanted))
 
     def take_to_begin(self, verdict: Verdict) -> RoundResult:
-        """Take the anchors of a verdict "behind", with which training can begin; collective.
+        """Take the anchors of the fragments in a verdict "behind"; collective.
 
-        Their momenta are needed later, for the first outer step. take_momenta() must take them while
-        training runs. If the outer algorithm has no momentum, the fragments are complete at once.
+        Training can begin with the anchors. Their momenta are needed later, for the first outer step.
+        take_momenta() must take them while training runs. If the outer algorithm has no momentum, the
+        fragments are complete at once.
 
         Returns:
             A result with verdict "taken", or "void" with the reason.
@@ -130,14 +132,14 @@ class WeightTaker:
     def take_momenta(self) -> None:
         """Take the momenta that belong to the anchors of take_to_begin(), if any; collective.
 
-        A fragment whose momentum cannot be taken gets version 0 (give_up_incomplete()): the coordinator
-        then has the job take it again in its first round. Errors are raised by wait_for_momenta().
+        A fragment whose momentum cannot be taken gets version 0 (give_up_incomplete()). So the coordinator
+        lets the job take the fragment again in its first round. Errors are raised by wait_for_momenta().
         """
         verdict = self._verdict_of_anchors
         self._verdict_of_anchors = None
         if verdict is None:
-            # Training has not begun with another job's anchors. But a failed attempt to take them may have
-            # replaced some.
+            # Training has not begun with another job's anchors. But a failed attempt to take anchors may
+            # have replaced some.
             self._state.give_up_incomplete()
             return
         fragments = [int(index) for index in verdict["fragments"]]

@@ -1,1 +1,1 @@
-"""Weights and outer state of one rank, and which rank exchanges which elements with other jobs."""
+"""Weights and outer state of a rank, and the elements that each rank exchanges with other jobs."""

@@ -1,13 +1,14 @@
-"""Collectives of the ranks of one job: small messages about its rounds, and gathering of fragments.
+"""Collectives of the ranks of a job: small messages about its rounds, and gathering of fragments.
 
-Collectives of a group must have the same order on all ranks. So each of these process groups is used by one
-thread only:
+Collectives of a group must have the same order on all ranks. So each of these process groups is used by a
+single thread:
 
     control     gloo, all ranks of the job. Used by the main thread until the rounds thread starts, and then
                 by the rounds thread (round_runner.py)
-    boundary    the same, a second group for rounds=async: the training thread at the ends of periods
-                (rolling_loop.py)
-    replicas    default backend (the fast network), the ranks that hold the same weights: the training thread
+    boundary    gloo, all ranks of the job, with rounds=async. Used by the training thread at the ends of
+                periods (rolling_loop.py)
+    replicas    default backend (the fast network), the ranks that hold the same weights. Used by the training
+                thread
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class JobRanks:
     """Collectives for small CPU messages over all ranks of a job.
 
     Args:
-        control: Group of all ranks, used by one thread; None: the job is a single process.
+        control: Group of all ranks, used by a single thread; None: the job is a single process.
     """
 
     def __init__(self, control: dist.ProcessGroup | None):
@@ -81,7 +82,7 @@ class JobRanks:
         if self._control is None:
             return [document]
         data = json.dumps(document).encode()
-        # An all-gather needs equal lengths: shorter texts are padded with spaces, which JSON ignores.
+        # An all-gather needs equal lengths: shorter texts are padded with spaces; JSON ignores them.
         longest = self._all_reduce(torch.tensor([len(data)], device="cpu"), dist.ReduceOp.MAX)
         padded = torch.full((int(longest),), ord(" "), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -90,9 +91,10 @@ class JobRanks:
         return [json.loads(bytes(text.numpy())) for text in texts]
 
     def refuse(self, text: str) -> NoReturn:
-        """Raise an error that all ranks have found: a HolmesError on rank 0, which prints it.
+        """Raise an error that all ranks have found, so that it is printed only once.
 
-        The other ranks raise RemoteError, which prints nothing.
+        Rank 0 raises a HolmesError, and the program prints it. The other ranks raise a RemoteError, a
+        HolmesError that is not printed.
         """
         if self.rank == 0:
             raise HolmesError(text)
@@ -102,7 +104,8 @@ class JobRanks:
         """Run `call` on all ranks and return its result; collective.
 
         Raises:
-            HolmesError: On all ranks, if `call` raised one on some rank: that of the first such rank.
+            HolmesError: On all ranks, if `call` raised a HolmesError on some rank; the message is that of
+                the first such rank.
         """
         result = None
         error_here: HolmesError | None = None
@@ -113,7 +116,8 @@ class JobRanks:
         texts = self.all_gather(None if error_here is None else str(error_here))
         errors = [text for text in texts if text is not None]
         if errors:
-            # RemoteError, a HolmesError too, is not printed: only a rank that has the error itself prints it.
+            # Only a rank with the error itself raises it as it is, and so prints it. A RemoteError (a kind
+            # of HolmesError) is not printed.
             if error_here is not None and str(error_here) == errors[0]:
                 raise error_here
             raise RemoteError(errors[0])
@@ -126,7 +130,7 @@ class JobRanks:
 
 
 class Replicas:
-    """Ranks that hold the same weights, of which each exchanges a part with other jobs.
+    """Ranks that hold the same weights; each of them exchanges a part with other jobs.
 
     Args:
         owned: Elements that each rank of the job exchanges at this position of the model-parallel grid.
@@ -179,7 +183,7 @@ class Replicas:
 
 
 def _split_by_ranges(ranges: Sequence[Range], values: torch.Tensor) -> list[Part]:
-    """Split a flat tensor, which holds the elements of several ranges in order, into parts (views)."""
+    """Split a flat tensor that has the elements of several ranges, in order; return a view for each range."""
     parts = []
     offset = 0
     for start, stop in ranges:
@@ -190,11 +194,11 @@ def _split_by_ranges(ranges: Sequence[Range], values: torch.Tensor) -> list[Part
 
 @dataclass(frozen=True, kw_only=True)
 class CutMatrices(Matrices):
-    """Matrices of which several ranks of a job exchange parts (ZeRO, FSDP, a distributed optimizer).
+    """Matrices that are divided among ranks of a job (ZeRO, FSDP, a distributed optimizer).
 
-    Muon's outer step orthogonalizes whole matrices. So the ranks first gather the fragment; then each rank
-    orthogonalizes the matrices of which it exchanges a part, and keeps this part. Example with three
-    matrices a, b, c, where the border between the ranks divides b:
+    Muon's outer step orthogonalizes whole matrices. So the ranks first gather the fragment. Then each rank
+    orthogonalizes each matrix that contains elements of this rank, and keeps these elements. Example with
+    three matrices a, b, c, where the border between the ranks divides b:
 
                               rank 0             rank 1
         exchanges             a, half of b       other half of b, c
@@ -203,7 +207,7 @@ class CutMatrices(Matrices):
         keeps                 a, half of b       other half of b, c
     """
 
-    # `places` are those in the whole fragment, not in this rank's part of it.
+    # `places` are positions in the whole fragment, not in this rank's part of it.
     fragment: Fragment
     holders: Replicas  # all ranks at this position of the model-parallel grid
 
@@ -212,13 +216,12 @@ class CutMatrices(Matrices):
     def orthogonalize(self, flat: torch.Tensor) -> None:
         """Orthogonalize the matrices, in place; collective.
 
-        Each rank orthogonalizes the whole matrices of which it has a part, and keeps its own elements.
+        Each rank orthogonalizes the whole matrices that contain elements of it, and keeps these elements.
 
         Args:
             flat: This rank's elements of the fragment: its ranges, one after the other.
         """
-        # gather() returns the elements of all ranks as parts in order, which together are the
-        # fragment.
+        # gather() returns the elements of all ranks as parts, in order. Together they are the fragment.
         parts = self.holders.gather(self.fragment, flat)
         whole_fragment = torch.cat([part.values for part in parts]).cpu()
         super().orthogonalize(whole_fragment)
@@ -236,19 +239,19 @@ def gather_cut_matrices(
     holders: Replicas,
     device: torch.device,
 ) -> None:
-    """Let later outer steps of these fragments gather matrices that several ranks have parts of.
+    """Let later outer steps of these fragments gather matrices that are divided among ranks.
 
     Muon orthogonalizes whole matrices. This call only replaces `fragment.matrices`; from then on
     each outer step is collective over `holders`.
 
     Args:
         fragments: Fragments of this rank.
-        matrices: All weight matrices, as places in the flat weights.
+        matrices: All weight matrices, as positions in the flat weights.
         holders: All ranks at this position of the model-parallel grid.
         device: Device on which matrices are orthogonalized.
     """
     for fragment in fragments:
-        places = []  # of the matrices in the fragment of which this rank exchanges some elements
+        places = []  # positions in the fragment of the matrices with elements of this rank
         for matrix in matrices:
             is_exchanged_here = any(
                 matrix.start < stop and start < matrix.stop for start, stop in fragment.ranges

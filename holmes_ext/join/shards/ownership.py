@@ -1,10 +1,10 @@
-"""Assignment of weight elements to ranks: which rank of a job exchanges which elements, and with whom.
+"""Assignment of weight elements to ranks: the elements that each rank of a job exchanges with other jobs.
 
-All weights at one position of the model-parallel grid (pipeline stage, tensor-parallel rank) are numbered in
+All weights at a position of the model-parallel grid (pipeline stage, tensor-parallel rank) are numbered in
 the model's order, so that element i is the same weight in every job. A rank holds ranges of elements: all
-of them under plain data parallelism, a shard under ZeRO, FSDP or a distributed optimizer.
+elements under plain data parallelism, a shard under ZeRO, FSDP or a distributed optimizer.
 
-    job east, 2 replicas       [ rank 0       ][ rank 1          ]  each replica exchanges half of them
+    job east, 2 replicas       [ rank 0       ][ rank 1          ]  each replica exchanges half
     job west, sharded over 3   [ rank 0  ][ rank 1     ][ rank 2 ]  each rank exchanges its shard
     pieces of the exchange     [ 0-0     ][0-1 ][1-1   ][ 1-2    ]  cut wherever the rank changes in some job
 
@@ -37,7 +37,7 @@ class RankRange:
 
 @dataclass(frozen=True)
 class SharedRange:
-    """Elements [start, stop) that one rank of each job exchanges with one rank of each other job.
+    """Elements [start, stop) that one rank of each job exchanges.
 
     Ranks of different jobs hold different shards, so a fragment consists of many such ranges.
     """
@@ -66,7 +66,7 @@ def owners(
     holdings: Mapping[int, Sequence[Range]],
     indivisible: Sequence[Range] = (),
 ) -> list[RankRange]:
-    """Assign each element to one of the ranks that hold it; that rank exchanges it with other jobs.
+    """Assign each element to a rank that holds it; that rank exchanges it with other jobs.
 
     Within each fragment, elements that several ranks hold are divided evenly among them.
 
@@ -74,8 +74,8 @@ def owners(
         total: Number of elements.
         cuts: Borders of the fragments, from fragment_cuts().
         holdings: Rank -> ranges of elements that it holds.
-        indivisible: Ranges (such as matrices) that one rank should exchange as a whole. Such a
-            range is divided only where the elements that some rank holds begin or end inside it.
+        indivisible: Ranges (such as matrices) that a single rank should exchange as a whole. Such a
+            range is divided only at an element inside it where the holdings of some rank begin or end.
 
     Returns:
         Ranges in order, without overlaps and holes, from 0 to `total`.
@@ -98,7 +98,7 @@ def owners(
         is_continued = holders_from.get(stop) == holders and stop not in fragment_borders
         if is_continued:  # divide the elements up to the next change of holders at once
             continue
-        # One share of equal length for each holder; a share is empty if there are few elements.
+        # A share of equal length for each holder; a share is empty if there are few elements.
         shares = pairwise(_even_cuts(first, stop, len(holders), indivisible))
         for (share_start, share_stop), rank in zip(shares, holders):
             if share_start < share_stop:
@@ -131,7 +131,12 @@ def _borders(total: int, cuts: Sequence[int], holdings: Mapping[int, Sequence[Ra
 def _holders_by_border(
     borders: Sequence[int], holdings: Mapping[int, Sequence[Range]]
 ) -> dict[int, list[int]]:
-    """Return border -> ranks that hold the elements from it to the next border."""
+    """Return border -> ranks that hold the elements from this border to the next.
+
+    Args:
+        borders: All borders, sorted: between two neighbours, all elements have the same holders.
+        holdings: Rank -> ranges of elements that it holds.
+    """
     holders: dict[int, list[int]] = {border: [] for border in borders}
     index_of = {border: index for index, border in enumerate(borders)}
     for rank, ranges in sorted(holdings.items()):
@@ -144,8 +149,14 @@ def _holders_by_border(
 def _even_cuts(start: int, stop: int, parts: int, indivisible: Sequence[Range]) -> list[int]:
     """Divide [start, stop) into parts of about equal length; return the `parts` + 1 borders.
 
-    Parts begin at multiples of ALIGNMENT after `start`, except if they are short. A border inside
-    one of the `indivisible` ranges is moved to the nearer end of that range.
+    Parts begin at multiples of ALIGNMENT after `start`, except if they are short.
+
+    Args:
+        start: First element.
+        stop: Element after the last.
+        parts: Number of parts.
+        indivisible: Ranges that should not be divided, in order. A border inside such a range is moved to
+            the nearer end of the range.
     """
     length = stop - start
     is_long = length >= 2 * ALIGNMENT * parts
@@ -180,7 +191,7 @@ def _moved_out(cut: int, indivisible: Sequence[Range]) -> int:
 
 
 def any_range_is_divided(owned: Sequence[RankRange], indivisible: Sequence[Range]) -> bool:
-    """Return whether several ranks exchange parts of one of the `indivisible` ranges.
+    """Return whether any of the `indivisible` ranges is divided among several ranks.
 
     Args:
         owned: Elements that each rank exchanges, in order.
@@ -216,7 +227,8 @@ def shared_ranges(
         stop: Element after the last.
 
     Returns:
-        Ranges in order. Each belongs to one rank of every job, so these ranks can exchange it directly.
+        Ranges in order. Each belongs to a single rank of every job, so these ranks can exchange it
+        directly.
     """
     starts_of = {name: [span.start for span in owned] for name, owned in maps.items()}
     cuts = {start, stop}

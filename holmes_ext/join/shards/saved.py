@@ -63,10 +63,10 @@ def unwrap_verified(saved: Any, source: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def refuse_unexpected_structure(source: str) -> Iterator[None]:
-    """Context manager: turn errors while a checkpoint's state is loaded into a HolmesError.
+    """Context manager: convert errors while a checkpoint's state is loaded into a HolmesError.
 
     A state of unexpected structure causes KeyError, TypeError, ValueError, AttributeError or
-    RuntimeError. These are converted.
+    RuntimeError; only these are converted.
 
     Args:
         source: Name of the checkpoint in the message.
@@ -90,7 +90,7 @@ def _digest_of(state: Any) -> str:
 def _add_to_digest(digest: Any, value: Any) -> None:
     """Add a value of the state to a hashlib digest, recursively.
 
-    Types, shapes and lengths are part of it, so that different states have different digests.
+    Types, shapes and lengths are added, too, so that different states have different digests.
 
     Raises:
         TypeError: The value has a type that no outer state contains.

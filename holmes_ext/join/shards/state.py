@@ -1,11 +1,11 @@
-"""Outer state of one rank, in host memory: for each fragment, the elements that this rank exchanges.
+"""Outer state of a rank, in host memory: for each fragment, the elements that this rank exchanges.
 
     anchor      float32: weights after the fragment's last outer step, with the same bits in every job
-    momentum    of the outer optimizer, if it has one: float32 (bfloat16 if there is a residual in bfloat16)
-    residual    rounding errors of the codec that this job will add next time: bfloat16 (int8 and 2bit)
+    momentum    of the outer optimizer, if it has a momentum: float32 (bfloat16 beside a residual)
+    residual    rounding errors of the codec, added to its next input: bfloat16 (int8 and 2bit)
 
 So an element takes 4 + 4 bytes, with int8 and 2bit 4 + 2 + 2. The training thread changes fragments, and
-threads of the donor copy them for other jobs; a lock protects them.
+other threads copy them for jobs with outdated weights; a lock protects them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _SAVED = ("anchor", "momentum", "residual")
 class Pending:
     """Change of a fragment that the rounds thread has prepared and training has not applied yet.
 
-    It is the outer step of a committed round, whose delay is not over; or, with `replaces`, a copy of another
-    job's anchor and momentum, which this job takes instead of its own.
+    It is the outer step of a committed round whose delay is not over; or, with `replaces`, a copy of another
+    job's anchor and momentum that this job takes instead of its own.
     """
 
     number: int  # of the round; the fragment's version afterwards
@@ -50,7 +50,7 @@ class Pending:
 
 @dataclass
 class Fragment:
-    """A part of the model that is exchanged at once, with this rank's outer optimizer state.
+    """A part of the model that is exchanged in a single round, with this rank's outer optimizer state.
 
     A fragment is elements [start, stop) of the flat weights. Its anchor is the weights after the
     last outer step. Anchor, momentum and residual (rounding errors of the codec) have only the
@@ -59,10 +59,10 @@ class Fragment:
 
     start: int
     stop: int
-    ranges: list[Range]  # that this rank exchanges
+    ranges: list[Range]  # elements that this rank exchanges
     anchor: torch.Tensor  # flat: the elements of all ranges, one after the other
-    momentum: torch.Tensor | None  # like `anchor`
-    residual: torch.Tensor | None  # like `anchor`
+    momentum: torch.Tensor | None  # of the same elements
+    residual: torch.Tensor | None  # of the same elements
     matrices: Matrices = Matrices()  # weight matrices in the anchor, for algorithms that need them
     version: int = 0  # round of the last outer step
     pending: list[Pending] = field(default_factory=list)  # steps to take, oldest first
@@ -73,9 +73,9 @@ class Fragment:
     def copy_version(self) -> int:
         """Return the version of a copy that this rank can give to another job now.
 
-        A version is the round of the last outer step. The copy gets the pending steps, too, which training
-        has not applied yet. Steps that are collectives of several ranks (needs_others) cannot be applied
-        to a copy; then it has the current version. 0: there is nothing to give.
+        A version is the round of the last outer step. The copy also gets the pending steps: training has not
+        applied them yet. Steps that are collectives of several ranks (needs_others) cannot be applied to a
+        copy; then the copy has the current version. 0: there is nothing to give.
         """
         if self.lacks_momentum:
             return 0
@@ -85,7 +85,7 @@ class Fragment:
 
     @property
     def version_after_pending(self) -> int:
-        """Return the version that the fragment will have after all pending steps."""
+        """Return the version (round of the last outer step) that the fragment has after all pending steps."""
         return self.pending[-1].number if self.pending else self.version
 
     def checksum(self, position: str, salt: str = "") -> int:
@@ -93,8 +93,8 @@ class Fragment:
 
         Args:
             position: Position of the rank in the model-parallel grid.
-            salt: Random text of the coordinator, which makes the checksum unpredictable for jobs
-                without these weights, so that they cannot copy it.
+            salt: Random text of the coordinator. A job without these weights cannot compute the
+                checksum with a new salt, and cannot copy it from another job's earlier report.
         """
         total = 0
         for start, stop in self.ranges:
@@ -105,7 +105,7 @@ class Fragment:
         return total & CHECKSUM_MASK
 
     def places(self, start: int, stop: int) -> slice:
-        """Return where elements [start, stop) of the flat weights are in `anchor`, as a slice.
+        """Return the slice of `anchor` that has elements [start, stop) of the flat weights.
 
         `anchor` has the elements of all ranges of this rank, one after the other. Example: with the
         ranges (10, 20) and (50, 60), start=52 and stop=55 give slice(12, 15).
@@ -113,7 +113,7 @@ class Fragment:
         Raises:
             KeyError: No single range contains all these elements.
         """
-        offset = 0  # of the range in the anchor, which has one range after the other
+        offset = 0  # index in `anchor` of the range's first element
         for range_start, range_stop in self.ranges:
             if range_start <= start <= stop <= range_stop:
                 return slice(offset + start - range_start, offset + stop - range_start)
@@ -124,7 +124,7 @@ class Fragment:
 class FragmentCopy(NamedTuple):
     """Version, anchor (weights after the last outer step) and momentum of a range of elements.
 
-    The copy is sent to another job, whose weights are outdated.
+    The copy is sent to another job with outdated weights.
     """
 
     version: int
@@ -133,7 +133,7 @@ class FragmentCopy(NamedTuple):
 
 
 class OuterState:
-    """Outer optimizer state of one rank: anchor, momentum and pending steps of each fragment.
+    """Outer optimizer state of a rank: anchor, momentum and pending steps of each fragment.
 
     The anchor is the weights after the last outer step. A rank has only the elements that it
     exchanges.
@@ -179,7 +179,7 @@ class OuterState:
         Args:
             start: First element of the fragment in the flat weights.
             stop: Element after the last.
-            ranges: Elements of the fragment that this rank exchanges; only for these it keeps outer state.
+            ranges: Elements of the fragment that this rank exchanges; it keeps outer state only for these.
         """
         count = sum(range_stop - range_start for range_start, range_stop in ranges)
         residual_kind = residual_dtype(self.settings)
@@ -193,9 +193,9 @@ class OuterState:
             momentum = torch.zeros(count, dtype=momentum_dtype, device="cpu")
         anchor = self.weights.read(ranges, torch.empty(count, device="cpu"))
         fragment = Fragment(start, stop, ranges, anchor, momentum, residual)
-        # Matrices (for Muon) of which this rank has all elements, with their places in the anchor.
-        # A matrix divided among ranks (ZeRO, FSDP) is left out here: the outer step will gather it
-        # from these ranks first (join._gather_what_is_cut).
+        # Matrices (for Muon) that this rank has as a whole, with their positions in the anchor. A
+        # matrix divided among ranks (ZeRO, FSDP) is left out here: the outer step will gather it from
+        # these ranks first (join._gather_what_is_cut).
         places = []
         for matrix in self.matrices:
             is_whole_here = any(
@@ -203,8 +203,7 @@ class OuterState:
                 for range_start, range_stop in ranges
             )
             if is_whole_here:
-                # places() returns where these elements of the flat weights are in the anchor. So
-                # this is the same matrix, with its start in the anchor.
+                # The same matrix, with the index of its first element in the anchor as start.
                 place = fragment.places(matrix.start, matrix.stop)
                 places.append(replace(matrix, start=place.start))
         fragment.matrices = Matrices(places, self.weights.device)
@@ -213,8 +212,8 @@ class OuterState:
     def apply(self, fragment: Fragment) -> None:
         """Take the oldest pending outer step of a fragment: update anchor, momentum and residual.
 
-        If another job's weights are pending instead, anchor and momentum are replaced by those. The
-        residual is the rounding errors of the codec.
+        The anchor is the weights after the last outer step, the residual the rounding errors of the
+        codec. If another job's weights are pending instead, anchor and momentum are replaced by those.
         """
         with self.lock:
             pending = fragment.pending.pop(0)
@@ -230,8 +229,8 @@ class OuterState:
             elif fragment.residual is not None and pending.replaces:
                 fragment.residual.zero_()  # the rounding errors belonged to the old anchor
             fragment.version = pending.number
-            # Anchor and momentum belong together now. Only replace_anchor() comes here without a momentum;
-            # it sets this to True afterwards.
+            # Anchor and momentum belong together now. An exception is the replacement by replace_anchor(),
+            # which has no momentum; that method sets this to True afterwards.
             fragment.lacks_momentum = False
 
     def _step(
@@ -248,7 +247,7 @@ class OuterState:
             pending: The step; if `pending.replaces`, the weights of another job.
             anchor: Elements of the anchor (weights after the last outer step).
             momentum: The same elements of the momentum; None: the algorithm has none.
-            values: Aggregated pseudo-gradient of these elements, which is overwritten. If
+            values: Aggregated pseudo-gradient of these elements; it is overwritten. If
                 `pending.replaces`, the other job's anchor.
             matrices: Matrices in these elements.
         """
@@ -265,7 +264,7 @@ class OuterState:
         Pending steps belong to committed rounds, but training has not taken them yet. They are
         applied to the copy only. That is impossible if a step is a collective of several ranks (a
         matrix is divided among them), as the others do not take part here: then no step is applied,
-        and the version is the old one.
+        and the copy has the current version.
 
         Returns:
             Anchor and momentum of the elements, with their version (round of the last outer step).
@@ -295,7 +294,7 @@ class OuterState:
             if needs_all:  # of the whole fragment, keep the wanted elements
                 anchor = anchor[wanted]
                 momentum = None if momentum is None else momentum[wanted]
-            # copy_version: the version after the pending steps, or the current one if none was
+            # copy_version: the version after the pending steps, or the current version if no step was
             # applied.
             return FragmentCopy(fragment.copy_version, anchor, momentum)
 
@@ -306,15 +305,17 @@ class OuterState:
         anchor: torch.Tensor | None,
         momentum: torch.Tensor | None = None,
     ) -> None:
-        """Replace a fragment's anchor by that of another job; add_momentum() completes the fragment.
+        """Replace a fragment's anchor by that of another job; the momentum follows with add_momentum().
 
-        Training can begin with the anchors. No outer step may be taken before the momentum is there.
+        Training can begin with the anchors. No outer step may be taken before the momentum has arrived.
 
         Args:
-            fragment, version, anchor: See replace().
-            momentum: None: it is taken later. (A parameter because this is a take.Store, like replace().)
+            fragment: The fragment.
+            version: Version of the other job's fragment: the round of its last outer step.
+            anchor: This rank's elements of the other job's anchor; never None here.
+            momentum: Always None here. (A parameter so that this method has the signature take.Store.)
         """
-        self.replace(fragment, version, anchor, momentum)
+        self.replace(fragment, version, anchor, momentum=momentum)  # keeps the old momentum for now
         fragment.lacks_momentum = True
 
     def add_momentum(
@@ -326,12 +327,13 @@ class OuterState:
     ) -> None:
         """Store the momentum that belongs to an anchor of replace_anchor().
 
-        It is dropped if it has another version: the other job has taken an outer step in between.
+        If the momentum has another version than the anchor, it is dropped: the other job has taken an
+        outer step in between.
 
         Args:
             fragment: The fragment.
             version: Version of the other job's fragment when it sent the momentum.
-            anchor: Not used. (A parameter because this is a take.Store, like replace().)
+            anchor: Not used. (A parameter so that this method has the signature take.Store.)
             momentum: This rank's elements of the momentum; None only if the algorithm has none.
         """
         with self.lock:
@@ -369,8 +371,8 @@ class OuterState:
             fragment: The fragment.
             version: Version of the other job's fragment: the round of its last outer step.
             anchor: This rank's elements of the other job's anchor; never None here.
-            momentum: The same elements of its momentum; None: keep the momentum that is there, or the
-                algorithm has none.
+            momentum: The same elements of the other job's momentum; None: keep the current momentum, or
+                the algorithm has none.
         """
         with self.lock:
             fragment.pending.clear()
@@ -384,17 +386,17 @@ class OuterState:
         anchor: torch.Tensor | None,
         momentum: torch.Tensor | None,
     ) -> None:
-        """Queue another job's anchor and momentum, which training will take for a fragment later.
+        """Queue another job's anchor and momentum; training will later replace its own values by them.
 
-        The rounds thread calls this while training runs. Training replaces its own values when it
-        applies the queue of pending steps.
+        The rounds thread calls this while training runs. Training applies the replacement when its turn in
+        the fragment's queue of pending steps comes.
 
         Args:
             fragment: The fragment.
             version: Version of the other job's fragment: the round of its last outer step.
             anchor: This rank's elements of the other job's anchor; never None here.
-            momentum: The same elements of its momentum; None: keep the momentum that is there, or the
-                algorithm has none.
+            momentum: The same elements of the other job's momentum; None: keep the current momentum, or
+                the algorithm has none.
         """
         assert anchor is not None
         with self.lock:
@@ -417,7 +419,7 @@ class OuterState:
             pending: Also include the outer steps that are prepared but not applied yet.
 
         Returns:
-            Nested dicts and lists of tensors, as load() takes them.
+            Nested dicts and lists of tensors, for load().
         """
         fragments = []
         for fragment in self.fragments:
@@ -426,7 +428,7 @@ class OuterState:
                 "ranges": [list(pair) for pair in fragment.ranges],
                 "version": fragment.version,
             }
-            for name in _SAVED:  # anchor, and momentum and residual if there are some
+            for name in _SAVED:  # the anchor, and, if the fragment has them, momentum and residual
                 value = getattr(fragment, name)
                 if value is not None:
                     content[name] = value.clone()
@@ -446,7 +448,7 @@ class OuterState:
             source: Name of the checkpoint in error messages.
 
         Raises:
-            HolmesError: It belongs to another model, or was saved with other shards or settings.
+            HolmesError: The state belongs to another model, or was saved with other shards or settings.
         """
         if saved["digest"] != self.weights.digest or saved["position"] != self.weights.position:
             raise HolmesError(

@@ -1,11 +1,11 @@
-"""Weights that one rank holds, as ranges of flat elements: reading, comparing, checksums.
+"""Weights that a rank holds, as ranges of flat elements: reading, comparing, checksums.
 
-All weights at one position of the model-parallel grid (a pipeline stage, a tensor-parallel rank) are numbered
+All weights at a position of the model-parallel grid (a pipeline stage, a tensor-parallel rank) are numbered
 in the model's order, tensor after tensor. Element i is the same weight in every job (ownership.py).
 
-The patch of a framework makes the parts of a rank: flat views of the tensors that the inner optimizer
-steps (main weights in float32 if there are some). Reading and writing goes through host memory, one
-fragment at a time.
+The patch of a framework makes the parts of a rank: flat views of the tensors that the inner optimizer steps
+(the main weights in float32, if there are any). Reading and writing goes through host memory, fragment by
+fragment.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _NAMED = 2000
 
 @dataclass(frozen=True)
 class Tensor:
-    """Name, whole shape and dtype of one tensor of the model; its values are not included."""
+    """Name, whole shape and dtype of a tensor of the model; its values are not included."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str  # of what the optimizer steps
+    dtype: str  # of the tensor that the optimizer steps, such as "float32"
 
     @property
     def numel(self) -> int:
@@ -53,7 +53,7 @@ class Part:
     """
 
     start: int
-    values: torch.Tensor  # flat view of what the inner optimizer steps, on its device
+    values: torch.Tensor  # flat view of the tensor that the inner optimizer steps, on its device
 
     @property
     def stop(self) -> int:
@@ -62,7 +62,7 @@ class Part:
 
 
 class Weights:
-    """Weights of one rank, as views of the tensors that the inner optimizer steps."""
+    """Weights of a rank, as views of the tensors that the inner optimizer steps."""
 
     def __init__(
         self,
@@ -103,13 +103,16 @@ class Weights:
 
     @property
     def digest(self) -> str:
-        """Return a digest of the names, shapes and dtypes of all tensors at this position."""
+        """Return a digest of the names, shapes and dtypes of `tensors`.
+
+        It is equal on all ranks at the same position of the model-parallel grid (`position`).
+        """
         text = json.dumps([[tensor.name, tensor.shape, tensor.dtype] for tensor in self.tensors])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the weights; the CPU for a rank without any."""
+        """Return the device of the weights; the CPU for a rank without weights."""
         return self.parts[0].values.device if self.parts else torch.device("cpu")
 
     @property
@@ -123,10 +126,10 @@ class Weights:
         ]
 
     def named(self) -> Any:
-        """Return a readable description of all tensors at this position, to compare jobs.
+        """Return a readable description of `tensors`; it must be equal in all jobs.
 
         Returns:
-            {name: shape and dtype}, or one line with a digest if there are many tensors.
+            {name: shape and dtype}; if there are many tensors, a line of text with their digest.
         """
         if len(self.tensors) > _NAMED:
             return f"{len(self.tensors)} tensors of {self.total} elements, digest {self.digest}"
@@ -151,8 +154,8 @@ class Weights:
         how the elements are divided among them.
         """
         total = 0
-        # self.position, the rank's place in the model-parallel grid, serves as salt below: so equal
-        # elements at different places give different checksums.
+        # self.position serves as salt below: so equal elements at different positions of the
+        # model-parallel grid give different checksums.
         for part in self.parts:
             start = part.start  # index of the chunk's first element
             for chunk in part.values.split(_CHUNK):
@@ -172,7 +175,7 @@ class Weights:
 
 
 def tensor_starts(tensors: Iterable[Tensor]) -> dict[str, int]:
-    """Return where each tensor starts in the flat weights: its name -> number of its first element.
+    """Return the position of each tensor in the flat weights: its name -> index of its first element.
 
     The flat weights are all tensors at this position of the model-parallel grid, one after the
     other.
@@ -205,11 +208,11 @@ def checksum(values: torch.Tensor, start: int, salt: str) -> int:
     """Return a checksum of elements and their positions; those of parts add up modulo 2^64.
 
     Each element's bits are multiplied by an odd number that depends on its position and the salt.
-    Somebody who does not know the salt yet cannot predict these numbers, and so cannot construct
-    other elements with the same checksum.
+    These numbers cannot be predicted before the salt is known. So a job cannot construct other
+    elements with the same checksum in advance.
 
     Args:
-        values: Flat tensor, float32 or bfloat16 (which counts as float32).
+        values: Flat tensor, float32 or bfloat16. bfloat16 is converted to float32 first.
         start: Position of the first element in the flat weights.
         salt: Any text. Checksums of other salts cannot be compared.
     """

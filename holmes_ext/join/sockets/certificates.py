@@ -1,12 +1,13 @@
-"""TLS 1.3 contexts with which both ends of a connection show a certificate, and the CA of a run.
+"""TLS 1.3 contexts by which both ends of a connection show a certificate, and the CA of a run.
 
-    the run's CA     `holmes join serve` makes a CA with a random key. It signs one certificate for itself,
-                     and one for each invitation that a job redeems. Needs `cryptography` (holmes_ext[join])
+    the run's CA     `holmes join serve` makes a CA with a random key. The CA signs the certificate of
+                     `holmes join serve`, and a certificate for each invitation that a job redeems. Needs
+                     `cryptography` (holmes_ext[join])
     a site's CA      --holmes-join-certificate FILE (certificate, chain and key) and --holmes-join-ca FILE
 
 The certificate of a job names the job. The certificate of the coordinator names COORDINATOR (the run's CA) or
 its host (a site's CA). Each end of a connection checks the name in the certificate of the other end
-(handshake.py), so nobody can speak for another job.
+(handshake.py), so no process can act for another job.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class TlsContexts:
 
 @dataclass(frozen=True)
 class Holder:
-    """What the certificate at the other end of a connection says of its holder."""
+    """Facts about the certificate that the other end of a connection has shown: fingerprint and names."""
 
     #: SHA-256 of the certificate, in hexadecimal digits; "": the other end has shown no certificate.
     fingerprint: str = ""
@@ -75,7 +76,7 @@ class Holder:
 
 
 def contexts_of(pair: KeyPair, authority: str) -> TlsContexts:
-    """Return TLS contexts with a key and a certificate that a CA has signed.
+    """Return the TLS contexts of a process with a certificate that a CA has signed.
 
     Args:
         pair: Key and certificate of this process.
@@ -129,7 +130,7 @@ def stranger_context() -> ssl.SSLContext:
 def holder_of(connection: ssl.SSLSocket) -> Holder:
     """Return the holder of the certificate that the other end of a TLS connection has shown.
 
-    The names are those of a certificate that was verified; an unverified one has none.
+    If the certificate was not verified (stranger_context()), the result has its fingerprint, but no names.
     """
     der = connection.getpeercert(binary_form=True)
     if der is None:
@@ -245,7 +246,7 @@ def sign_request(authority: KeyPair, request: str, name: str) -> str:
         name: Common name of the certificate.
 
     Raises:
-        ValueError: It is no request for a key on the curve P-256, or its signature is wrong.
+        ValueError: The text is no request for a key on the curve P-256, or its signature is wrong.
     """
     return _signed(_private_key(authority.key), _requested_key(request), name)
 
@@ -254,7 +255,7 @@ def has_key_of(certificate: str, request: str) -> bool:
     """Return whether a certificate and a certificate request contain the same public key.
 
     Raises:
-        ValueError: One of the texts cannot be read.
+        ValueError: A text cannot be read.
     """
     from cryptography import x509
 

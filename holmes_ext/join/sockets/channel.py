@@ -2,11 +2,11 @@
 
     frame    payload length (4 bytes), sequence number (8), payload
 
-TLS encrypts and authenticates the bytes. A frame that was dropped, repeated or reordered, which only an error
-of the other end can cause, ends the connection.
+TLS encrypts and authenticates the bytes. So only an error of the other end can drop, repeat or reorder a
+frame; this ends the connection.
 
-A document must be complete soon after its first byte: within FRAME_S seconds, and the time for its length at
-the slowest rate that a link may have (runtime/deadline.py). So nobody can keep memory with unfinished frames.
+A document must be complete soon after its first byte: within FRAME_S seconds plus the time for its length at
+the slowest rate that a link may have (runtime/deadline.py). So unfinished frames cannot take memory for long.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from holmes_ext.runtime.deadline import FLOOR_BYTES_PER_S, Deadline
 
 #: Payload length, sequence number.
 _HEADER = struct.Struct("!IQ")
-#: Payload of a frame of a byte stream. Such a frame is checked once it is complete.
+#: Bytes of the payload of a frame of a byte stream; the last frame may be shorter.
 FRAME_BYTES = 2**18
-#: Bytes that are read or written in one system call, at most.
+#: Bytes that are read or written in a system call, at most.
 _CALL_BYTES = 2**20
 #: Default limit of the size of a document, in bytes.
 SHORT = 2**20
-#: Seconds for the header of a document after its first byte, and for the rest beyond its time at the slowest
-#: rate.
+#: Seconds for the header of a document after its first byte; and for the whole document, in addition to its
+#: time at the slowest rate.
 FRAME_S = 10.0
 
 
@@ -44,7 +44,7 @@ def _reserve_nothing(count: int) -> None:
 
 
 class _Direction:
-    """State of one direction of a connection: the number of the next frame."""
+    """State of a direction of a connection (sending or receiving): the number of the next frame."""
 
     def __init__(self) -> None:
         self._sequence = 0
@@ -81,8 +81,8 @@ class _Direction:
 class Channel:
     """Connection that carries frames: JSON documents, and parts of a byte stream.
 
-    Calls block until their deadline. They raise TimeoutError then, and other OSErrors if the
-    connection breaks.
+    Calls block at most until their deadline: then they raise TimeoutError. They raise other
+    OSErrors if the connection breaks.
 
     Args:
         connection: TLS socket.
@@ -103,7 +103,7 @@ class Channel:
 
         Args:
             document: The document.
-            deadline: Until when it must be sent.
+            deadline: The document must be sent by then.
             reserve: Called before sending, with the size of the encoded document in bytes. It can limit
                 the memory of all messages under way by raising an error.
         """
@@ -121,8 +121,8 @@ class Channel:
         """Receive a JSON document.
 
         Args:
-            deadline: Until when it must be complete. It must also be complete soon after its first
-                byte (see FRAME_S).
+            deadline: The document must be complete by then. It must also be complete soon after
+                its first byte (see FRAME_S).
             longest: Largest accepted size, in bytes.
             reserve: Called with a number of bytes before the document takes that much memory; it
                 may raise an error.
@@ -149,8 +149,13 @@ class Channel:
     ) -> bytes:
         """Return the next `length` bytes; memory is reserved and used only as they arrive.
 
-        A header may announce bytes that never come. Pages of an anonymous mapping take no memory
-        until they are written, and go back to the system at once.
+        A header may announce bytes that never come. So the bytes are stored in an anonymous mapping:
+        its pages take no memory until they are written, and go back to the system at once.
+
+        Args:
+            length: Number of bytes, from the header.
+            deadline: All bytes must have been received by then.
+            reserve: Called with a number of bytes before that much memory is used.
         """
         if not length:
             return b""
@@ -172,20 +177,20 @@ class Channel:
             self._read(part, deadline)
 
     def outgoing(self, buffers: Sequence[memoryview]) -> Iterator[memoryview]:
-        """Yield what must be written to the socket, in order, to send the bytes of the buffers.
+        """Yield the bytes to write to the socket, in order, to send the content of the buffers.
 
-        The bytes are divided into frames: a header, and the payload.
+        The content is divided into frames: a header, and the payload.
         """
         for chunk in _chunks(buffers):
             yield memoryview(self._sent.header(_total_bytes(chunk)))
             yield from chunk
 
     def incoming(self, buffers: Sequence[memoryview]) -> Iterator[memoryview]:
-        """Yield, in order, the buffers to fill from the socket so that `buffers` are filled.
+        """Yield, in order, the buffers that the caller must fill from the socket to receive `buffers`.
 
-        Headers of frames need buffers, too: those come in between. The caller fills each buffer
-        before it takes the next one. The sender's buffers may have other sizes: both ends divide the data
-        into the same frames, each of FRAME_BYTES, and a shorter last one.
+        Between views of `buffers`, these are buffers for the headers of frames. The caller fills each
+        buffer before it takes the next. The sender's buffers may have other sizes: both ends divide the
+        data into the same frames, each of FRAME_BYTES, and a shorter last frame.
 
         Args:
             buffers: Buffers for the data.
@@ -193,7 +198,7 @@ class Channel:
         Raises:
             BrokenFrame: A frame is broken; raised after its header was filled.
         """
-        for chunk in _chunks(buffers):  # buffers, or parts of them, for the payload of one frame
+        for chunk in _chunks(buffers):  # buffers, or parts of them, for the payload of a frame
             header = bytearray(_HEADER.size)
             yield memoryview(header)
             length = _total_bytes(chunk)
@@ -207,8 +212,8 @@ class Channel:
     def lives(self) -> bool:
         """Return whether the other end has not closed the connection, as far as this end knows.
 
-        Nothing is read. That the other end has closed the connection is found even if bytes that it sent
-        before are still unread. (An end whose TLS fails, for example, sends an alert before it closes.)
+        Nothing is read. So a closed connection is recognized even if earlier bytes of the other end are still
+        unread. (An end whose TLS fails, for example, sends an alert before it closes.)
         """
         poll = select.poll()
         try:
@@ -279,7 +284,7 @@ class Channel:
 
 
 def _sooner(deadline: Deadline, seconds: float, operation: str) -> Deadline:
-    """Return the earlier one of a deadline and the end of an operation that may take `seconds`."""
+    """Return the earlier of a deadline and the end of an operation that may take `seconds`."""
     return deadline if deadline.left <= seconds else Deadline(seconds, operation)
 
 

@@ -1,8 +1,8 @@
 """JSON documents that cross a network, with strict limits.
 
-unpack() raises ValueError for NaN and infinities (which JSON does not have), numbers beyond the range of
-float64, whole numbers of more than 20 digits, lone surrogates in texts, nesting that exhausts the parser, and
-more values than any document here has (each takes tens of bytes of memory, but perhaps two bytes of text).
+unpack() raises ValueError for NaN and infinities (they are not JSON), numbers beyond the range of float64,
+whole numbers of more than 20 digits, lone surrogates in texts, nesting that exhausts the parser, and more
+values than any document here has (each takes tens of bytes of memory, but perhaps two bytes of text).
 """
 
 from __future__ import annotations
@@ -76,14 +76,18 @@ def unpack(data: bytes | bytearray) -> dict[str, Any]:
 
 
 def _whole(text: str) -> int:
-    """Return a whole number; raise ValueError if it has too many digits."""
+    """Convert the text of a whole number, as the JSON parser passes it; at most 20 digits are allowed.
+
+    Raises:
+        ValueError: The number has more digits.
+    """
     if len(text.lstrip("-")) > _DIGITS:
         raise ValueError(f"a number of {len(text)} digits")
     return int(text)
 
 
 def _finite(text: str) -> float:
-    """Return a number; raise ValueError if it exceeds the range of float64."""
+    """Convert the text of a number; raise ValueError if it exceeds the range of float64."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:30]} is not finite")

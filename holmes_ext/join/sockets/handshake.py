@@ -1,16 +1,16 @@
 """Mutual authentication: each end of a connection checks the other end's certificate and the name in it.
 
-    1. TLS 1.3: both ends show a certificate of one CA (certificates.py)
+    1. TLS 1.3: both ends show a certificate of the same CA (certificates.py)
     2. listener    {"holmes": 3}
-    3. caller      {"holmes": 3, "purpose": {...}}     use of the connection, and who calls
-    4. listener    {}                                  or {"error": one line}
+    3. caller      {"holmes": 3, "purpose": {...}}     use of the connection, and the caller's job
+    4. listener    {}                                  or {"error": a line of text}
 
-The caller knows whom it calls (a job, or the coordinator), and sends nothing before the certificate names it.
-The listener answers a caller only if the purpose names a job that is in the caller's certificate. Both refuse
-certificates that were revoked. Nothing else authenticates the ends or their messages.
+The caller wants to reach a certain job, or the coordinator. It sends nothing before the listener's
+certificate has shown this name. The listener answers a caller only if the purpose names a job that is in the
+caller's certificate. Both refuse certificates that were revoked. Nothing else authenticates the ends or their
+messages.
 
-A failure of TLS itself proves nothing, because anybody on the way can cause it: it is a ConnectionError, and
-the caller tries again.
+Anybody on the way can make TLS fail. This proves nothing: it is a ConnectionError, and the caller retries.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BY_NAME = "name:"
 _LONGEST_UNPROVEN_BYTES = 8192
 #: First byte of TLS's first record. In a frame it would mean a length of 370 MB.
 _TLS = b"\x16"
-#: What OpenSSL says of an other end that does not speak TLS.
+#: OpenSSL's reasons for a failed handshake if the other end does not speak TLS.
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 #: Seconds to open a TCP connection to any of the addresses of a host name.
 _CONNECT_S = 5.0
@@ -57,16 +57,16 @@ _CONNECT_S = 5.0
 _LEAST_TIMEOUT_S = 0.001
 #: Characters of a protocol version in an error message.
 _LONGEST_VERSION = 20
-#: Document that a caller sends in the handshake: what the connection is for, and who calls.
+#: Document that a caller sends in the handshake: the use of the connection ("purpose"), and the caller's job.
 Purpose = Mapping[str, Any]
 
 
 class Refused(HolmesError):
-    """Error: the other end of a connection, which is authentic, has rejected this end."""
+    """Error: the other end of a connection is authentic, and has rejected this end."""
 
 
 class NotAuthentic(Refused):
-    """Error: the other end of a connection is not the one that was called."""
+    """Error: the other end of a connection is not the process that was called, or was revoked."""
 
 
 class NotHolmes(ConnectionError):
@@ -74,11 +74,13 @@ class NotHolmes(ConnectionError):
 
 
 class Accepted(NamedTuple):
-    """Connection from an authenticated caller, what it is for, and who calls."""
+    """Connection from an authenticated caller, with its purpose and the caller's certificate."""
 
     channel: Channel
-    purpose: dict[str, Any]
-    holder: Holder
+    purpose: dict[
+        str, Any
+    ]  # document of the caller: the use of the connection, and the caller's job
+    holder: Holder  # names in the caller's certificate
 
 
 class Credentials:
@@ -86,9 +88,9 @@ class Credentials:
 
     Args:
         contexts: TLS contexts with certificate and CA.
-        names_hosts: The CA is a site's (an organization's), which names hosts in its certificates. So the
-            coordinator's certificate must name the coordinator's host. False: the CA is the run's, and
-            the certificate must name COORDINATOR.
+        names_hosts: True: the CA is that of a site (an organization), and its certificates name hosts. So
+            the coordinator's certificate must name the coordinator's host. False: the CA is the run's, and
+            the coordinator's certificate must name COORDINATOR.
     """
 
     def __init__(self, contexts: TlsContexts, names_hosts: bool = False):
@@ -96,7 +98,7 @@ class Credentials:
         self._names_hosts = names_hosts
         self.revoked: frozenset[str] = frozenset()  # entries: see BY_FINGERPRINT and BY_NAME
         self._lock = threading.Lock()
-        # Open connections, which revoke() must find.
+        # Open connections, so that revoke() can find them.
         self._holders: weakref.WeakKeyDictionary[Channel, Holder] = weakref.WeakKeyDictionary()
 
     @classmethod
@@ -132,8 +134,8 @@ class Credentials:
     def accept_strangers(self) -> None:
         """Accept TLS connections from callers without a certificate, too.
 
-        A job needs this to redeem its invitation, which gets it a certificate. So the listener must pass
-        answer() a `problem_of` that rejects such callers with any other purpose.
+        A job needs this to get its certificate in exchange for its invitation. For any other purpose, such
+        callers must be rejected: by the argument `problem_of` of answer().
         """
         self.contexts.server.verify_mode = ssl.CERT_OPTIONAL
 
@@ -146,8 +148,8 @@ class Credentials:
         """Refuse exactly these certificates from now on, and end their open connections.
 
         Args:
-            entries: The whole list of revoked certificates, each as BY_FINGERPRINT and its hash, or
-                as BY_NAME and a name.
+            entries: The whole list of revoked certificates: each is BY_FINGERPRINT and the certificate's
+                hash, or BY_NAME and a name.
         """
         self.revoked = frozenset(entries)
         with self._lock:
@@ -157,7 +159,7 @@ class Credentials:
                 channel.cut()
 
     def watch(self, channel: Channel, holder: Holder) -> None:
-        """Remember who is at the other end of a connection, so that revoke() ends it."""
+        """Remember the certificate's holder at the other end, so that revoke() can end the connection."""
         with self._lock:
             self._holders[channel] = holder
 
@@ -173,15 +175,15 @@ def connect(host: str, port: int, deadline: Deadline) -> socket.socket:
 def call(
     host: str, port: int, credentials: Credentials, name: str, purpose: Purpose, deadline: Deadline
 ) -> Channel:
-    """Connect to a listener, and authenticate both ends (see greet()).
+    """Connect to a listener, and authenticate both ends; errors are those of greet().
 
     Args:
         host: Host of the listener.
         port: Port of the listener.
         credentials: Certificate and CA of this process.
         name: Name that the listener's certificate must have.
-        purpose: What the connection is for ("purpose"), and who calls ("job").
-        deadline: Until when the handshake must be complete.
+        purpose: Use of the connection ("purpose"), and name of the caller's job ("job").
+        deadline: The handshake must be complete by then.
     """
     connection = connect(host, port, deadline)
     return greet(connection, address_text(host, port), credentials, name, purpose, deadline)
@@ -202,11 +204,11 @@ def greet(
         where: Name of the listener in error messages, such as HOST:PORT.
         credentials: Certificate and CA of this process.
         name: Name that the listener's certificate must have.
-        purpose: What the connection is for ("purpose"), and who calls ("job").
-        deadline: Until when the handshake must be complete.
+        purpose: Use of the connection ("purpose"), and name of the caller's job ("job").
+        deadline: The handshake must be complete by then.
 
     Raises:
-        OSError: The connection broke, also during TLS.
+        OSError: The listener was not reached, or the connection broke, also during TLS.
         NotAuthentic: The listener has no certificate of this CA and name, or it was revoked.
         Refused: The listener rejected the caller.
     """
@@ -225,7 +227,14 @@ def greet(
 
 
 def _check_listener(credentials: Credentials, holder: Holder, name: str, where: str) -> None:
-    """Raise NotAuthentic if a listener is not the one that was called, or was revoked."""
+    """Raise NotAuthentic if the certificate of a listener was revoked, or does not have a given name.
+
+    Args:
+        credentials: Have the list of revoked certificates.
+        holder: Holder of the listener's certificate.
+        name: Name that the certificate must have: that of the job or coordinator that was called.
+        where: Name of the listener in error messages.
+    """
     if not has_name(holder, name):
         raise NotAuthentic(
             f"{where} has the certificate of {printable(str(holder))}, not of {name!r}"
@@ -257,7 +266,7 @@ def start_tls(
         connection: The TCP connection; closed if the handshake fails.
         context: TLS context of the caller.
         where: Name of the listener in error messages.
-        deadline: Until when the handshake must be complete.
+        deadline: The handshake must be complete by then.
 
     Raises:
         NotAuthentic: The listener does not speak TLS, or has no certificate of the CA.
@@ -287,13 +296,13 @@ def start_tls(
 
 
 def send_purpose(channel: Channel, where: str, purpose: Purpose, deadline: Deadline) -> None:
-    """Tell an authentic listener what a new TLS connection is for.
+    """Send the purpose of a new TLS connection to an authentic listener, and wait until it accepts.
 
     Args:
         channel: The connection.
         where: Name of the listener in error messages.
-        purpose: What the connection is for, and who calls.
-        deadline: Until when the listener must have accepted.
+        purpose: Use of the connection, and name of the caller's job.
+        deadline: The listener must have accepted by then.
 
     Raises:
         Refused: The listener rejected the caller, or speaks another version of the protocol.
@@ -316,8 +325,8 @@ def _receive_as_caller(channel: Channel, where: str, deadline: Deadline) -> dict
     """Receive a document of the handshake from an authentic listener.
 
     Raises:
-        Refused: The listener does not accept this end's certificate. In TLS 1.3, the caller learns
-            this only after its own part of the TLS handshake is complete.
+        Refused: The listener does not accept this end's certificate. In TLS 1.3, this shows only after
+            the caller's own part of the TLS handshake is complete.
         NotHolmes: Something else was received.
     """
     try:
@@ -332,11 +341,11 @@ def _receive_as_caller(channel: Channel, where: str, deadline: Deadline) -> dict
 
 
 def problem_of_caller(purpose: Purpose, holder: Holder) -> str:
-    """Return why a caller may not speak for the job that its purpose names; "" if it may.
+    """Return why a caller may not act for the job that its purpose names; "" if it may.
 
     Args:
-        purpose: Document of the caller; its key "job" is the job for which it claims to speak.
-        holder: Holder of the caller's certificate, whose names must include that job.
+        purpose: Document of the caller; its key "job" names the job that the caller claims to be.
+        holder: Names in the caller's certificate; that job must be among them.
     """
     job = printable(str(purpose.get("job", "")), 100)
     if job and job in holder.names:
@@ -356,12 +365,12 @@ def answer(
     Args:
         connection: TCP connection from a caller.
         credentials: Certificate and CA of this process.
-        deadline: Until when the handshake must be complete.
-        problem_of: Returns why a caller with a purpose and a certificate is rejected; "": it is not.
+        deadline: The handshake must be complete by then.
+        problem_of: Returns why a caller with a purpose and a certificate is rejected; "": it is accepted.
         on_tls: Called with the TLS socket that takes the place of `connection`.
 
     Raises:
-        Refused: The caller was rejected, and has been told so.
+        Refused: The caller was rejected; the reason was sent to it.
         NotHolmes: The caller does not speak this protocol, or has no certificate of the CA.
         OSError: The connection broke.
     """
@@ -385,7 +394,7 @@ def _answer_over_tls(
     deadline: Deadline,
     problem_of: Callable[[Purpose, Holder], str],
 ) -> Accepted:
-    """Run the listener's part of the handshake after TLS; see answer()."""
+    """Run the listener's part of the handshake after TLS; arguments and errors are those of answer()."""
     channel = Channel(wrapped)
     channel.send({"holmes": VERSION}, deadline)
     try:
@@ -422,7 +431,7 @@ def _accept_tls(
     Args:
         connection: The TCP connection; closed if the handshake fails.
         context: TLS context of the listener.
-        deadline: Until when the handshake must be complete.
+        deadline: The handshake must be complete by then.
         on_tls: Called with the TLS socket before the handshake. While the handshake blocks, another
             thread can end it by closing this socket. It cannot do so with `connection`: that object
             has lost its TCP connection to the TLS socket.
@@ -462,7 +471,7 @@ def end_tls(connection: socket.socket, deadline: Deadline) -> socket.socket:
 
 
 def printable(text: str, most: int = 300) -> str:
-    """Return a text from another process as one line that is safe for a terminal.
+    """Return a text from another process as a line that is safe for a terminal.
 
     Escapes and other control characters are replaced by "?".
 
@@ -479,7 +488,7 @@ def _receive(channel: Channel, where: str, deadline: Deadline) -> dict[str, Any]
     Args:
         channel: Connection to the process that sends it.
         where: Name of the process in error messages.
-        deadline: Until when the object must be complete.
+        deadline: The object must be complete by then.
 
     Raises:
         NotHolmes: Something else was received.

@@ -1,8 +1,8 @@
 """Limits of the memory that a process spends on messages of its callers, of each job and in all.
 
-Each message under way has a Reservation, which grows as the message does. A job that would exceed its own
+Each message under way has a Reservation that grows as the message does. A job that would exceed its own
 limit is refused. When the limit of all jobs is reached, the connections of the job that holds most are
-closed, so that a crowd of large messages does not keep small ones out.
+closed, so that many large messages do not keep small messages out.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class MemoryExhausted(ConnectionError):
 
 
 class Reservation:
-    """Number of bytes that one message under way takes in memory, or is about to take.
+    """Number of bytes that a message under way takes in memory, or is about to take.
 
-    Whoever receives or sends the message calls grow() before it uses more memory.
+    The code that receives or sends the message calls grow() before it uses more memory.
 
     Args:
-        budget: Limits on the sum of all reservations, and of those of one job.
+        budget: Limits on the sum of all reservations, and on the sum of those of a single job.
         job: The job that sends or gets the message.
         cut: Shuts the connection of the message down. The budget calls it, from another thread, to get
             the memory back for messages of other jobs.
@@ -40,7 +40,7 @@ class Reservation:
         self._budget = budget
 
     def grow(self, count: int) -> None:
-        """Reserve `count` more bytes.
+        """Reserve `count` more bytes for the message, before they are used.
 
         Raises:
             MemoryExhausted: A limit is reached. Or the budget has closed the connection of this message
@@ -58,7 +58,7 @@ class MemoryBudget:
 
     Args:
         most: Bytes for the messages of all jobs, at most.
-        most_of_job: Bytes for the messages of one job, at most.
+        most_of_job: Bytes for the messages of a single job, at most.
     """
 
     def __init__(self, most: int, most_of_job: int):
@@ -100,11 +100,11 @@ class MemoryBudget:
                 self._release(reservation)
 
     def grow(self, reservation: Reservation, count: int) -> None:
-        """Add bytes to a reservation, if necessary in place of the bytes of the largest job.
+        """Add bytes to a reservation; if all memory is reserved, take it from the job that holds most.
 
         Raises:
             MemoryExhausted: The limit of the job is reached; or that of all jobs, and no other job
-                holds more than this one would.
+                holds more than this job would.
         """
         job = reservation.job
         with self._lock:
@@ -126,14 +126,17 @@ class MemoryBudget:
             self._held[job] = wanted
 
     def _revoke(self, job: str) -> None:
-        """Close the connections on which messages of a job hold memory. The caller holds the lock."""
-        for reservation in [one for one in self._reservations if one.job == job and one.held]:
+        """Close the connections on which messages of a job hold memory. The caller must hold the lock."""
+        # A list, because _release() changes the set.
+        for reservation in list(self._reservations):
+            if reservation.job != job or not reservation.held:
+                continue
             self._release(reservation)
             reservation.is_revoked = True
             reservation.cut()  # its thread gets an error, and frees the memory
 
     def _release(self, reservation: Reservation) -> None:
-        """Remove a reservation, and subtract its bytes from its job's. The caller holds the lock."""
+        """Remove a reservation, and subtract its bytes from its job's. The caller must hold the lock."""
         self._reservations.discard(reservation)
         self._held[reservation.job] -= reservation.held
         reservation.held = 0

@@ -1,4 +1,4 @@
-"""Test of whether the coordinator can open a TCP connection to a rank of a job."""
+"""Test whether the coordinator can open a TCP connection to a rank of a job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ _PORTS = 65536
 
 
 def is_reachable(host: str, port: object) -> bool:
-    """Return whether a port of the host accepts TCP connections from here."""
+    """Return whether a TCP connection from this host to a port of another host can be opened.
+
+    Args:
+        host: Address of the other host.
+        port: The port, as received; False is returned for any value that is not a port.
+    """
     if not isinstance(port, int) or not 0 < port < _PORTS:
         return False
     try:

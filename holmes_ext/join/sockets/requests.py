@@ -51,8 +51,8 @@ def answer_request(
     """Wait for a request of a job, and send the reply.
 
     Until the reply is sent, the memory of request and reply counts against the limits of the job. If the job
-    runs on another host, loopback addresses of ranks are removed from both: such an address has a meaning
-    only on its own host.
+    runs on another host, loopback addresses of ranks are removed from request and reply: such an address has
+    a meaning only on its own host.
 
     Args:
         channel: Connection to the job.
