@@ -4,6 +4,7 @@ The other jobs must continue, a job that died must come back with their weights,
 jobs must have the same bits after the same round.
 """
 
+import json
 import signal
 import threading
 import time
@@ -74,6 +75,22 @@ def run_on(job, count=2):
 def test_the_function_of_a_point_exists(point):
     owner, name, _, _ = POINTS[point]
     assert callable(getattr(owner, name))
+
+
+@pytest.mark.parametrize(
+    "version, later_s, agree",
+    [(3, 5.0, False), (3, 5.0, True), (3, 600.0, False), (0, 5.0, False)],
+)
+def test_check_finds_different_bits_in_one_run(tmp_path, version, later_s, agree):
+    """The version of another run (much later), and the weights before training, may differ."""
+    for job, time_, checksum in (("east", 100.0, 7), ("west", 100.0 + later_s, 7 if agree else 8)):
+        line = {"anchor": 1, "version": version, "how": "replace", "sum": checksum, "time": time_}
+        (tmp_path / f"{job}.1.0.jsonl").write_text(json.dumps(line) + "\n")
+    if version == 3 and later_s < 60 and not agree:
+        with pytest.raises(AssertionError, match="fragment 1, version 3: different bits"):
+            check(tmp_path, [])
+    else:
+        check(tmp_path, [])
 
 
 DEATHS = {
