@@ -51,9 +51,10 @@ def build_plan(
 
     Args:
         site: Nodes and fabrics.
-        sizes: Parallel sizes. With None, only the order of the nodes is planned, and the group of all ranks.
+        sizes: Parallel sizes. None: not known; only the order of the nodes and the group of all ranks are
+            planned.
         workload: Work of a rank, if no model is given.
-        partition: How layers are distributed over stages, one of plan/partition.py's METHODS; "uniform"
+        partition: Method that distributes layers over stages (METHODS of plan/partition.py). "uniform"
             leaves that to the framework.
         model: The model.
         alpha: Factor of the partition "speed".
@@ -160,13 +161,13 @@ def costs_of(
 ) -> StageCosts:
     """Return the costs of every layer on every stage, measured or predicted.
 
-    Times come from the profile if there is one, else from the model. Memory always comes from the model.
+    Times come from the profile if it is given, else from the model. Memory always comes from the model.
 
     Args:
-        prices: Prices of the job; its network, and its rules (what the framework and holmes can do), count.
+        prices: Prices of the job; only its network and rules (abilities of framework and holmes) are used.
         placement: Nodes of each stage.
         model: The model; None: not known.
-        profile: Measured times; None: there are none. Either model or profile is given.
+        profile: Measured times; None: there are none. At least one of model and profile is given.
         overlap: Whether gradients are reduced during the last backward pass.
 
     Raises:
@@ -192,8 +193,8 @@ def costs_of(
         costs = replace(costs, link_load_s=None)
     if predicted is None:
         return costs  # without a model nothing is known of the memory
-    # Predicted costs have one number for each kind of layer (embedding, block, output), measured ones
-    # for each layer. by_layer() repeats the number of a kind for all of its layers.
+    # Predicted costs have a number for each kind of layer (embedding, block, output), measured costs for
+    # each layer. by_layer() repeats the number of a kind for all of its layers.
     return replace(
         costs,
         state_bytes=tuple(predicted.by_layer(predicted.state_bytes)),
@@ -212,7 +213,7 @@ def _check_partition(
     layers need the number of stages only; a method also needs the model.
 
     Args:
-        partition: Name of the method, one of METHODS; not used if `stage_layers` is given.
+        partition: Name of the method (METHODS); not used if `stage_layers` is given.
         sizes: Parallel sizes; None: not known.
         model: The model, or its measured times; None: not known.
         stage_layers: Layers of each stage that the user lists; empty: the method computes them.

@@ -1,4 +1,4 @@
-"""The file profile.json: times that a job measured on its stages, and the costs of any partition that follow.
+"""The file profile.json: times that a job measured on its stages. They give the costs of any partition.
 
 A layer takes the measured time on its stage, as the mean of all layers of its size. On other stages, the
 time is scaled by how much faster the stage computed its blocks. So the speeds of different GPUs need not
@@ -54,7 +54,7 @@ class StageTimes:
     reduction_s_per_byte: _Amount
     reduction_latency_s: _Amount
     stage_link_s: _Amount  # of an activation to the next stage, while nothing else runs
-    # Of one step, with the time that the rank waits for others:
+    # Of a whole step, with the time that the rank waits for others:
     send_s: _Amount = 0.0
     receive_s: _Amount = 0.0
     reduce_s: _Amount = 0.0
@@ -125,7 +125,7 @@ class Profile:
         Bytes of tensor, context and expert groups are 0: their time is part of the measured passes.
         """
         count = len(self.stages)
-        # Blocks, layers before the first block (before_s: embedding), and after the last one (after_s:
+        # Blocks, layers before the first block (before_s: embedding), and after the last block (after_s:
         # output). The stages that lack such layers have 0.
         forward_s = sum(
             sum(stage.forward_s) + stage.before_s[_FORWARD] + stage.after_s[_FORWARD]
@@ -189,7 +189,7 @@ def check_profile(
     """Check that a profile was measured on the same site, with the same sizes and model.
 
     Raises:
-        HolmesError: Something differs. The message says what to do.
+        HolmesError: Something differs. The message names the way out.
     """
     name = profile.source
     measured = profile.sizes
@@ -208,7 +208,7 @@ def check_profile(
     if model.layers != profile.blocks:
         counts = f"{counted(profile.blocks, 'layer')}, but {model.source} has {model.layers}"
         raise HolmesError(f"{name}: the profile of another model: {counts}")
-    block_bytes = profile.gradient_bytes[1]  # [0] is what comes before the first block
+    block_bytes = profile.gradient_bytes[1]  # [0] has the layers before the first block
     _, block, *_ = model.layers_of(measured)
     expected_bytes = block.parameters * model.gradient_width
     if abs(block_bytes - expected_bytes) > _LAYER_BYTES_TOLERANCE * expected_bytes:
@@ -237,7 +237,7 @@ def measured_costs(
     last = profile.stages[-1]
 
     def row(times: StageTimes, direction: int) -> tuple[float, ...]:
-        """Return the seconds of every layer on a stage: measured there, or scaled from the stage that had it.
+        """Return the seconds of every layer on a stage: measured there, or scaled from another stage.
 
         Args:
             times: Times of the stage.
@@ -274,7 +274,7 @@ def measured_costs(
 def _measured_on(profile: Profile, names: Sequence[str], stage: int) -> StageTimes:
     """Return the measured times of a stage that ran on exactly the given clusters.
 
-    If several stages did, it is the one with the number `stage` if possible, else the first one.
+    If several stages did, it is that with the number `stage` if possible, else the first.
 
     Args:
         profile: Times of all measured stages.
