@@ -73,9 +73,8 @@ def best_use(
         best so far, with `interrupted` set.
     """
     begin = time.monotonic()
-    on_all = with_spread(
-        on_all
-    )  # with a WAN: nodes of clusters spread over the stages, if that is faster
+    # With a WAN: nodes of clusters are spread over the stages, if that is faster.
+    on_all = with_spread(on_all)
     fewer_end = begin + FEWER_NODES_SHARE * (end - begin)
     fewer, interrupted = _search_fewer_nodes(on_all, spec, fewer_end, rows)
     if fewer is None:
@@ -97,7 +96,7 @@ def best_use(
 
 
 def _search_fewer_nodes(result: SearchResult, spec: SiteSpec, end: float, rows: int) -> _FewerNodes:
-    """Search subsets of the nodes for one on which the job is faster than on all.
+    """Search for a subset of the nodes on which the job is faster than on all.
 
     Args:
         result: Plans on all nodes, from a quick search: it has not proven that no plan is faster.
@@ -147,7 +146,7 @@ class _NodeSets:
         self.end = end
         self.rows = rows
         #: For each cluster, the index of the first cluster that is interchangeable with it: equal
-        #: nodes and networks. kin_alone is for jobs on one cluster: there the networks between
+        #: nodes and networks. kin_alone is for jobs on a single cluster: there the networks between
         #: clusters do not matter, so more clusters are interchangeable.
         self.kin = first_equal_cluster(spec, result.model)
         self.kin_alone = first_equal_cluster(spec, result.model, alone=True)
@@ -196,9 +195,9 @@ class _NodeSets:
                 )
 
     def one_less(self) -> Iterator[Counts]:
-        """Yield sets of nodes that are a little smaller than the best one so far.
+        """Yield sets of nodes that are a little smaller than the best set so far.
 
-        For each cluster, they are the best set without this cluster, and without one node of it.
+        For each cluster, they are the best set without this cluster, and without a node of it.
         """
         for index, count in enumerate(self.counts):
             for fewer in {0, max(0, count - 1)}:
