@@ -93,7 +93,7 @@ def _rate_cells(rate: NetworkRate) -> tuple[str, str, str, str]:
 
 
 def _print_prediction(screen: Screen, prediction: Prediction) -> None:
-    """Print the predicted steps and what would help more, or what the prediction lacks."""
+    """Print the predicted steps and a faster layout, or the reason why there is no prediction."""
     for line in prediction.lines:
         screen.line(line, "dim")
     if prediction.missing:

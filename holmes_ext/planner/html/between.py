@@ -35,7 +35,7 @@ LATENCIES = (30e-6, 1e-3, 5e-3, 20e-3, 80e-3, 200e-3)
 _MIN_TICKS = 3
 #: Factor from the data to the limits of the axis of seconds.
 _MARGIN = 1.12
-#: Most clusters on a flat figure: two are side by side, more are all around the circle.
+#: Most clusters side by side on a flat figure; more stand around a circle.
 _MOST_FLAT = 2
 #: Most clusters with the rates at their links; with more, the rates would cover each other.
 _MOST_LABELLED = 4
@@ -98,7 +98,7 @@ def _draw_links(axis: Any, site: Site, position: Mapping[str, tuple[float, float
         site: Clusters and the links between them.
         position: Cluster -> (x, y).
     """
-    # Links and uplinks on the path between two clusters; the slowest one sets the rate.
+    # Links and uplinks on the path between two clusters; the slowest sets the rate.
     paths = {pair: site.wan.hops(*pair) for pair in combinations(position, 2)}
     rates_bps = {pair: min([hop.rate_bps for hop in hops] or [inf]) for pair, hops in paths.items()}
     fastest_bps = max((rate for rate in rates_bps.values() if rate < inf), default=1.0)
@@ -126,11 +126,11 @@ def _draw_links(axis: Any, site: Site, position: Mapping[str, tuple[float, float
 def draw_what_if(result: SearchResult, width: float = WIDE) -> Any:
     """Return a figure of the step time over the network between clusters, in two panels.
 
-    The first panel varies the rate between the clusters, the second one the latency. If the site
-    does not describe links between clusters (a WAN), the first one varies the rate of a node's
-    Ethernet. Each panel has a curve for the best plan and one for the same job without holmes, with
-    which all tables and pictures compare it (baseline() of stock.py). The step times are simulated if
-    the best plan's is; else they come from the closed form, a formula.
+    The first panel varies the rate between the clusters, the second the latency. If the site does not
+    describe links between clusters (a WAN), the first panel varies the rate of a node's Ethernet. Each
+    panel has a curve for the best plan and another for the same job without holmes (baseline() of
+    stock.py). The step times are simulated if the best plan's is; else they come from the closed form,
+    a formula.
     """
     plt = pyplot()
     site = result.network.measured  # with measured rates where there are any

@@ -1,4 +1,4 @@
-"""Picture of a run over time: the duration of every step, and the plan that was in use at each step."""
+"""Picture of a run over time: the duration of every step, and the plan in use at each step."""
 
 from __future__ import annotations
 

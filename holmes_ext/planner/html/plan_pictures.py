@@ -1,4 +1,4 @@
-"""Pictures of a plan: placement of its stages, timeline of one step, seconds by cause, partitions."""
+"""Pictures of a plan: placement of its stages, timeline of a step, seconds by cause, partitions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from holmes_ext.planner.search.stock import CAUSES, baseline, plan_name
 from holmes_ext.units import format_bytes
 from holmes_ext.words import counted, why
 
-#: Cause (stock.CAUSES) -> color, hatch. A network has one color; its reductions are hatched.
+#: Cause (stock.CAUSES) -> color, hatch. A network has a color; its reductions are hatched.
 CAUSE_STYLES = {
     "compute": (COMPUTE, ""),
     "collectives": (KINDS["collective"][0], ""),
@@ -122,7 +122,7 @@ def placement(result: SearchResult, width: float = WIDE) -> Any:
 
 
 def _nodes_of(result: SearchResult, stage: int, letters: int) -> str:
-    """Return the names of a stage's nodes, shortened to so many letters."""
+    """Return the names of a stage's nodes, shortened to at most `letters` letters."""
     placement = result.best.placement
     names = result.network.nodes(placement)
     ranks = [placement.rank(position, stage) for position in range(placement.stage_ranks)]
@@ -133,8 +133,7 @@ def _nodes_of(result: SearchResult, stage: int, letters: int) -> str:
 def step(result: SearchResult, width: float = WIDE) -> Any:
     """Return a figure with the timeline of a simulated step, with a row for each stage.
 
-    One panel is of the best plan. The other is of the job without holmes ("stock") with which all
-    tables and pictures compare the best plan.
+    The first panel shows the best plan, the second the same job without holmes ("stock").
     """
     stock = baseline(result)
     panels = {}
@@ -159,10 +158,10 @@ def step(result: SearchResult, width: float = WIDE) -> Any:
 
 
 def _timeline_rows(result: SearchResult, candidate: Candidate) -> tuple[list[Row], float]:
-    """Return a chart's rows, one for each pipeline stage, and the step time in seconds.
+    """Return a chart's rows, with a row for each pipeline stage, and the step time in seconds.
 
-    A row shows what the stage's first group of equal ranks does over time. Communication is colored
-    by network: inside a cluster, or between clusters.
+    A row shows the activities of the stage's first group of equal ranks over time. Communication is
+    colored by network: inside a cluster, or between clusters.
     """
     simulated_step = simulated(result, candidate)
     rows: dict[int, Row] = {}  # stage -> row
@@ -197,7 +196,7 @@ def seconds(by_plan: Mapping[str, Mapping[str, float]], width: float = WIDE) -> 
     legend_rows = ceil(len(drawn) / legend_columns(list(drawn.values()), width))
     size = (width, 0.45 * len(by_plan) + 0.2 * legend_rows + 1.0)
     figure, axis = plt.subplots(figsize=size, layout="constrained")
-    left = [0.0] * len(by_plan)  # where the next part of each bar begins
+    left = [0.0] * len(by_plan)  # start of the next part of each bar
     for cause, label in drawn.items():
         values = [causes[cause] for causes in by_plan.values()]
         color, hatch = CAUSE_STYLES[cause]
