@@ -56,7 +56,7 @@ class PlanRequest:
     def read_files(self) -> None:
         """Load the cluster, plan and model files that the options name into this request's fields.
 
-        `spec`, `plan` and `model` get the content, and `digests` a hash of each file. An option
+        `spec`, `plan` and `model` get the parsed files, and `digests` a hash of each file. An option
         that is not set leaves its field as it is.
 
         Raises:

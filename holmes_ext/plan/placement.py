@@ -300,7 +300,7 @@ class Placement:
 def _rounds(
     part: Sequence[int], round_ranks: int, processes: int, widths: tuple[int, ...]
 ) -> list[list[int]]:
-    """Divide the nodes of a component into the rounds in which its ranks are numbered.
+    """Divide the nodes of a component (stages that share nodes) into the rounds of its rank numbers.
 
     Args:
         part: Type of each node of the component, in the order of the ranks.
@@ -637,7 +637,7 @@ class Fold:
     def ranks(self, pipeline_class: int, stage: int) -> tuple[int, ...]:
         """Return all global ranks of a stage that belong to the pipelines of a class.
 
-        Pipelines on equal nodes form a class. Ranks that the fold dropped are included.
+        Pipelines on equal nodes form a class. Ranks that the fold has not kept are included.
         """
         ranks: list[int] = []
         for first_rank, other_class in self.pipeline_class_of.items():
@@ -724,7 +724,7 @@ class Fold:
     ) -> int:
         """Return how many messages from `stage` to `other` leave a node, in the given pipeline classes.
 
-        Messages of ranks that the fold dropped are included.
+        Messages of ranks that the fold has not kept are included. A class are pipelines on equal nodes.
         """
         leaving = self._messages_leaving(stage, other)  # of kept ranks
         kept = sum(leaving[node_index, pipeline_class] for pipeline_class in pipeline_classes)
@@ -753,8 +753,9 @@ class Fold:
     def _data_groups_on(self) -> dict[int, int]:
         """Return for each node class the number of data-parallel groups with ranks on a node.
 
-        Groups of all stages count, also those of ranks that the fold dropped. All nodes of a class
-        hold equally many ranks of each pipeline class, so they have the same number of groups.
+        A node class are nodes of the same type that hold equally many ranks of each class of equal
+        pipelines, so they have the same number of groups. Groups of all stages count, also those of
+        ranks that the fold has not kept.
 
         Returns:
             Node class -> number of groups.

@@ -107,8 +107,8 @@ def _with_class(
 ) -> dict[OpenComponents, tuple[Assignment, ...]]:
     """Assign the nodes of a class to fabrics in every way; keep the first way for each outcome.
 
-    pack() fills components of `size` nodes on each fabric. The last component of a fabric is open until
-    it is full. An outcome (state) is the set of (fabric, nodes in its open component).
+    pack() fills components (nodes with the same stages) of `size` nodes on each fabric. The last component
+    of a fabric is open until it is full. An outcome (state) is the set of (fabric, nodes in its open one).
 
     Args:
         states: Outcome of the earlier classes -> an assignment of their nodes that leads to it.
@@ -147,8 +147,8 @@ def _with_class(
 def _divisions(count: int, usable_fabrics: int, size: int) -> Iterator[tuple[int, ...]]:
     """Yield ways to divide `count` equal nodes among fabrics, as the number of nodes on each fabric.
 
-    pack() then cuts the nodes of each fabric into components of `size` nodes. Only the number of
-    nodes left over on each fabric matters, and moving `size` nodes to another fabric does not change
+    pack() then cuts the nodes of each fabric into components (sharing stages) of `size` nodes. Only the
+    number left over on each fabric matters, and moving `size` nodes to another fabric does not change
     it. So every fabric but the first gets less than `size` nodes, and the first fabric gets all
     other nodes: 5 nodes, 2 fabrics, size 2 -> (5, 0), (4, 1).
     """
@@ -180,7 +180,7 @@ MIXTURES = 24
 def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
     """Return the placement with the best order of the nodes that the search finds.
 
-    Of the orders in which no group spans networks, that with the shortest predicted step is best.
+    The best has the shortest predicted step of those in which no group must use Ethernet (see above).
 
     Args:
         prices: Costs of the job on the site.
@@ -301,7 +301,7 @@ class _Search:
     def accept_if_better(self, components: Sequence[Component], gain: float = ROUNDING) -> bool:
         """Store an order as `self.best` if it is better than the best so far; return whether it is.
 
-        An order in which no group spans networks (_Score.spans) is better; else a shorter step is.
+        An order whose groups all share a fast network (_Score.spans) is better; else a shorter step is.
 
         Args:
             components: Node classes of each component (nodes that hold the same stages).
@@ -457,7 +457,7 @@ class _Search:
         swap_pairs(self.best, self.accept_worthwhile_swap, limit // 4)  # single components
 
     def _reduction_s(self, part: Component) -> float:
-        """Return the seconds of reducing a block's gradients on the slowest stage of a component."""
+        """Return the seconds of reducing a block's gradients on the slowest stage of the nodes `part`."""
         size = self.prices.job.block_bytes
         reductions = self.prices.reductions(self.placement([part]))  # of each stage
         return max(reduction.seconds(size) for reduction in reductions)
@@ -485,9 +485,9 @@ class _Search:
 
 
 def _divisions_with_leftovers(counts: Mapping[int, int], size: int) -> Iterator[list[Component]]:
-    """Yield divisions of nodes into components: of a single class as far as possible, then mixed.
+    """Yield divisions of nodes into components (nodes with the same stages), with few mixed components.
 
-    The nodes that do not fill components of their class are mixed in every order of the classes.
+    Nodes on the same fabrics form a class. Leftovers of the classes are mixed, in every order.
 
     Args:
         counts: Class of node -> number of nodes.

@@ -208,40 +208,43 @@ class ReductionPrices:
     def _reduction(self, placement: Placement, stage: int) -> PricedReduction:
         """Return the gradient reduction of a stage's slowest group, computed once for equal stages.
 
-        Equal groups form a family, and are priced once. Each family has a flat ring. If its groups
+        Equal groups form a family, and are priced once. Each family can use a flat ring. If its groups
         span clusters, it may have a hierarchical all-reduce, too. A stage reduces hierarchically if
         that is faster for each such family. (The groups of a stage run at the same time and share
         NICs, so they all reduce in the same way.)
         """
         key, _ = self._key_and_fold(placement, stage)  # equal for stages on equal nodes
-        size = self.job.total_bytes / placement.sizes.pipeline  # gradients of an average stage
-
-        def slowest() -> PricedReduction:
-            """Choose how each group of the stage reduces; return the reduction that takes longest.
-
-            All groups that span clusters reduce hierarchically, if that is faster for each of them.
-            `placement`, `stage` and `size` are those of the enclosing function.
-            """
-            # The possible reductions (flat, hierarchical) of each family of equal groups.
-            families = self.family_reductions(placement, stage)
-            # Families whose groups span clusters. Only these can have a hierarchical reduction, so
-            # the first condition only saves the look-up of clusters.
-            spanning = [
-                options
-                for options in families
-                if options.hierarchical is not None
-                or self.network.spans_clusters(options.family.node_types)
-            ]
-            use_hierarchical = bool(spanning) and all(
-                self._prefers_hierarchical(options, size) for options in spanning
-            )
-            chosen = [self._chosen(options, use_hierarchical) for options in families]
-            return max(chosen, key=lambda reduction: reduction.seconds(size))
-
         # The number of stages on the same nodes decides how many groups share the links.
+        stages_at_once = self._stages_on_same_nodes(placement, stage)
         return self.remember(
-            "reduction", (key, self._stages_on_same_nodes(placement, stage)), slowest
+            "reduction",
+            (key, stages_at_once),
+            lambda: self._slowest_reduction(placement, stage),
         )
+
+    def _slowest_reduction(self, placement: Placement, stage: int) -> PricedReduction:
+        """Choose how each group of a stage reduces; return the reduction that takes longest.
+
+        All groups that span clusters reduce hierarchically, if that is faster for each of them.
+
+        Args:
+            placement: Nodes of each stage.
+            stage: Number of the stage.
+        """
+        mean_stage_bytes = self.job.total_bytes / placement.sizes.pipeline
+        # The possible reductions (flat, hierarchical) of each family of equal groups.
+        families = self.family_reductions(placement, stage)
+        spanning = []  # families whose groups span clusters
+        for options in families:
+            # Only such groups have a hierarchical reduction. Then there is no need to look further.
+            has_hierarchical = options.hierarchical is not None
+            if has_hierarchical or self.network.spans_clusters(options.family.node_types):
+                spanning.append(options)
+        use_hierarchical = bool(spanning) and all(
+            self._prefers_hierarchical(options, mean_stage_bytes) for options in spanning
+        )
+        chosen = [self._chosen(options, use_hierarchical) for options in families]
+        return max(chosen, key=lambda reduction: reduction.seconds(mean_stage_bytes))
 
     def _prefers_hierarchical(self, options: FamilyReductions, size: float) -> bool:
         """Return whether some groups should reduce `size` bytes hierarchically.
@@ -294,20 +297,28 @@ class ReductionPrices:
         """
         key, folded = self._key_and_fold(placement, stage)
         stages_at_once = self._stages_on_same_nodes(placement, stage)
+        pipeline = placement.sizes.pipeline
+        return self.remember(
+            "family reductions",
+            (key, stages_at_once),
+            lambda: self._priced_families(folded(), stages_at_once, pipeline),
+        )
 
-        def price_families() -> list[FamilyReductions]:
-            """Return the possible reductions of the stage's groups, with an entry for equal groups."""
-            # The fold is a compact placement of the stage's nodes. It numbers stages from 0 again.
-            fold, (folded_stage,) = folded()
-            families = fold.families(folded_stage)  # families of equal data-parallel groups
-            # All stages on the same nodes reduce at the same time, in all of their groups.
-            crossing_groups = stages_at_once * sum(family.count for family in families)
-            return [
-                self.reductions_of_family(family, crossing_groups, placement.sizes.pipeline)
-                for family in families
-            ]
+    def _priced_families(
+        self, folded: FoldedStages, stages_at_once: int, pipeline: int
+    ) -> list[FamilyReductions]:
+        """Return the possible reductions of a stage's gradients, with an entry for equal groups.
 
-        return self.remember("family reductions", (key, stages_at_once), price_families)
+        Args:
+            folded: Compact placement of the stage's nodes, and the number of the stage in it.
+            stages_at_once: Number of stages that reduce at the same time over the same links.
+            pipeline: Number of all pipeline stages.
+        """
+        (folded_stage,) = folded.stages
+        families = folded.fold.families(folded_stage)  # families of equal data-parallel groups
+        groups = sum(family.count for family in families)  # of the stage
+        crossing_groups = stages_at_once * groups
+        return [self.reductions_of_family(family, crossing_groups, pipeline) for family in families]
 
     def reductions_of_family(
         self, family: GroupFamily, crossing_groups: float, pipeline: int = 1
@@ -631,43 +642,46 @@ class Prices(ReductionPrices):
             fold: A compact placement: it has a representative of each set of equal ranks.
             stages: Numbers of the sending and the receiving stage in the fold.
         """
-        sender, receiver = stages
-        # Over Ethernet, `slices` ranks send a part of the activation each, and compression (not in
-        # training without holmes, `stock`) leaves `share` of its bytes.
-        # (full_placement has all ranks of the job, not only the kept ones.)
+        # (full_placement has all ranks of the job, not only those that the fold keeps.)
         slices = self.slices(fold.full_placement)
+        # Training without holmes (`stock`) compresses nothing.
         share = 1.0 if self.stock else self.job.compressed_share(self.rules.compression)
-
-        def prices() -> list[Price]:
-            """Return the price of sending an activation from stage `sender` to stage `receiver`.
-
-            A price has seconds per byte, and latency in seconds. Pipelines on equal nodes form a
-            class, and the result has a price for each class. All pipelines send at the same time.
-
-            The enclosing function defines `sender`, `receiver`, the placement (`fold`), `slices`
-            and `share`. Over Ethernet, `slices` ranks send a part of the activation each, and
-            compression leaves the part `share` of its bytes.
-            """
-            messages_of_classes = self._messages(fold, sender, receiver)
-            # Types of both nodes -> messages between such nodes, which share the links between
-            # their clusters.
-            crossing: Counter[tuple[int, int]] = Counter()
-            for messages in messages_of_classes:
-                crossing[messages.node_types] += messages.count
-            result = []
-            for messages in messages_of_classes:
-                link_bps = self.link_bps(messages.node_types)  # between the GPUs of a node
-                # Use of NICs and links by the message of a single pipeline.
-                load = self.network.message(messages, link_bps, crossing[messages.node_types])
-                # A message inside a node or on a fast fabric stays whole and uncompressed.
-                result.append(_price_of_slices(load, link_bps, slices, share))
-            return result
-
         # The prices depend on the job only by its GPUs, so jobs with the same GPUs share them. The
         # network and the job keep both objects alive, so their ids are not used again.
         key = "stage_link", id(fold), stages, slices, share, id(self.job.gpus)
+        prices = self.network.remember(
+            key, lambda: self._stage_link_of_classes(fold, stages, slices, share)
+        )
         size = self.job.block.activation_bytes or 1.0  # 0: compare by the latency and a single byte
-        return max(self.network.remember(key, prices), key=lambda price: price.seconds(size))
+        return max(prices, key=lambda price: price.seconds(size))
+
+    def _stage_link_of_classes(
+        self, fold: Fold, stages: tuple[int, ...], slices: int, share: float
+    ) -> list[Price]:
+        """Return the price of an activation from one stage to another, for each class of equal pipelines.
+
+        A price has seconds per byte, and latency in seconds. All pipelines send at the same time.
+
+        Args:
+            fold: A compact placement: it has a representative of each set of equal ranks.
+            stages: Numbers of the sending and the receiving stage in the fold.
+            slices: Number of ranks that send a part of the activation each, over Ethernet.
+            share: Part of the bytes that compression leaves, over Ethernet.
+        """
+        sender, receiver = stages
+        messages_of_classes = self._messages(fold, sender, receiver)
+        # Messages between nodes of the same types share the links between their clusters.
+        crossing: Counter[tuple[int, int]] = Counter()  # types of both nodes -> messages
+        for messages in messages_of_classes:
+            crossing[messages.node_types] += messages.count
+        prices = []
+        for messages in messages_of_classes:
+            link_bps = self.link_bps(messages.node_types)  # between the GPUs of a node
+            # Use of NICs and links by the message of a single pipeline.
+            load = self.network.message(messages, link_bps, crossing[messages.node_types])
+            # A message inside a node or on a fast fabric stays whole and uncompressed.
+            prices.append(_price_of_slices(load, link_bps, slices, share))
+        return prices
 
     def _messages(self, fold: Fold, sender: int, receiver: int) -> list[StageMessages]:
         """Return the messages between two stages, with an entry for each class of equal pipelines."""
@@ -705,21 +719,21 @@ class Prices(ReductionPrices):
             self._computed_once("fabrics", self._fabrics, placement, stage, stage + 1)
             for stage in range(last)
         ]
-        inside_node = {_INSIDE_NODE}
-        ranges = []
-        # First of the stages on the same nodes as `stage`; the loop moves it to the next run.
-        first_on_nodes = 0
-        for stage in range(1, last):
-            link_before = stage - 1
-            link_after = stage
-            if fabrics[link_before] != inside_node:
-                first_on_nodes = stage  # messages arrive from other nodes
-            if first_on_nodes == 0 or fabrics[link_after] == inside_node:
-                continue  # no link to nodes before the run, or the run goes on after `stage`
-            # A node has a single NIC on each fabric. So links on the same fabric share it.
-            if fabrics[first_on_nodes - 1] & fabrics[link_after]:
-                ranges.append((first_on_nodes, stage))
-        return tuple(ranges)
+        # Divide the stages into runs on the same nodes: a run ends where messages leave the nodes.
+        runs = []
+        first = 0
+        for stage in range(last + 1):
+            ends_run = stage == last or fabrics[stage] != {_INSIDE_NODE}
+            if ends_run:
+                runs.append((first, stage))
+                first = stage + 1
+        # Of the runs with links on both sides, keep those whose links use the same fabric: a node has a
+        # single NIC on each fabric, so the links share it.
+        return tuple(
+            (first, final)
+            for first, final in runs
+            if first > 0 and final < last and fabrics[first - 1] & fabrics[final]
+        )
 
     def _fabrics(self, fold: Fold, stages: tuple[int, ...]) -> set[str]:
         """Return the fabrics that carry the messages between two stages, or _INSIDE_NODE."""

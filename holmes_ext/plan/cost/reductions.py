@@ -422,7 +422,7 @@ def hierarchical(
     spread: bool = True,
     chunk_bytes: int = 0,
 ) -> Hierarchical | None:
-    """Return the fastest hierarchical all-reduce of a family of groups, or None if it has no use.
+    """Return the fastest hierarchical all-reduce of equal groups (a family), or None if it has no use.
 
     It reduces inside every cluster, then across clusters, and distributes the sum inside again. It
     has no use if the groups lie in a single cluster, or if a flat ring sends as little across clusters.
@@ -454,8 +454,9 @@ def _hierarchical(
 ) -> Hierarchical | None:
     """Return the hierarchical all-reduce with the fastest route across clusters for `size` bytes.
 
-    A route is the algorithm that adds up the clusters' sums: direct exchanges, a ring or a tree.
-    The result is None if this is not possible, or if it sends no less than a flat ring.
+    A route is the algorithm that adds up the clusters' sums: direct exchanges between all clusters, a ring
+    or a tree of clusters. The result is None if this is not possible, or if it sends no less than a flat
+    ring.
     """
     members = _by_cluster(network, request.family)  # nodes and ranks of a group in each cluster
     if not _can_be_hierarchical(network, request, members):
@@ -488,7 +489,7 @@ def _hierarchical(
 
 
 def _by_cluster(network: Network, family: GroupFamily) -> _ClusterMembers:
-    """Return the nodes and the number of ranks that each group of a family has in each cluster."""
+    """Return the nodes and the number of ranks that each of several equal groups has in each cluster."""
     parts: dict[str, list[GroupPart]] = {}
     for part in family.parts:  # sets of equal nodes of a group
         parts.setdefault(network.cluster(part.node_type), []).append(part)
@@ -938,7 +939,7 @@ def owners(network: Network, family: GroupFamily) -> GroupFamily:
 
     Args:
         network: The site.
-        family: Data-parallel groups with equally many ranks in every cluster.
+        family: Equal data-parallel groups, with equally many ranks in every cluster.
     """
     # Cluster -> the first of its node sets (GroupPart: equal nodes of a group). It stands for all of
     # the cluster: with equally many ranks on each node, the NICs are equally busy.
@@ -972,7 +973,8 @@ def tied_weight_families(fold: Fold) -> Iterator[GroupFamily]:
 
     Such a group has all ranks of both stages with the same part of the weight: a data-parallel
     group of the first stage, and the group of the same pipelines in the last stage. Groups of the
-    first stage without such a counterpart are left out. Equal groups are yielded as a family.
+    first stage without such a counterpart are left out. Equal groups are yielded together, as a
+    GroupFamily.
 
     Args:
         fold: A compact placement: it has a pipeline of each class. Pipelines on equal nodes form a
@@ -1029,8 +1031,8 @@ def tied_hierarchical(
 
     Args:
         network: The site.
-        family: Groups that have the ranks of both stages. Their `ring` lists the nodes of the first
-            stage, then those of the last stage.
+        family: Equal groups that have the ranks of both stages. Their `ring` lists the nodes of the
+            first stage, then those of the last stage.
         size: Bytes of the gradient.
         direct: Whether the steps are gloo's direct exchanges; else they are NCCL's rings.
         groups: Number of all groups that cross between clusters at the same time. 0: count only the

@@ -181,7 +181,7 @@ class _InterleavedBound:
 
         These forward passes reach the stage's last chunk. So both bounds include the idle time
         before each further chunk: its first micro-batch must pass a chunk of every stage to
-        return here (a lap).
+        return here (_lap_waits_s).
         """
         forward_s = self.forward_s[stage]
         interval_s = self._interval_before_s(stage)

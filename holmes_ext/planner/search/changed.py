@@ -33,7 +33,7 @@ MAX_CLUSTERS = 4
 
 
 class StepTimes(NamedTuple):
-    """Seconds of a step with holmes, and of the same job without it (stock)."""
+    """Seconds of a step with holmes, and of the same job without holmes ("stock")."""
 
     step_s: float
     stock_s: float

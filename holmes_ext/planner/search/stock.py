@@ -161,7 +161,7 @@ def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult
 
 
 def _compute_stock(result: SearchResult, candidate: Candidate) -> tuple[SearchResult, Candidate]:
-    """Compute the pair that stock_like() returns and remembers: stock request, and plan."""
+    """Compute the job without holmes ("stock") for stock_like(): its search request, and its plan."""
     is_user_layout = bool(candidate.placement.names)  # only a given layout names its nodes
     split = candidate.split if is_user_layout else ()
     stock, same_sizes = result.stock(candidate.shape, split, candidate.placement.sizes.order)

@@ -228,7 +228,7 @@ class _SubsetSearch:
 
     @property
     def proven(self) -> bool:
-        """True if no family that is left can be better than the best subset."""
+        """True if no remaining family (set of subsets) can have a faster subset than the best."""
         return not self.families or self.best_s <= self.families[0].floor_s * (1 + EQUAL)
 
     def moment(self, share: float) -> float:

@@ -72,10 +72,10 @@ class Collectives:
         model: Model,
         maker: TransferMaker,
     ):
-        """Make a transfer for each collective of a step; `transfers` has them by tag.
+        """Make a transfer for each collective of a step; `transfers` has them by tag (key).
 
         Args:
-            fold: Ranks of the placement, equal ranks together.
+            fold: Compact placement: it has a representative of each set of equal ranks.
             run: Schedule and overlap.
             ranges: (first layer, end, exclusive) of every chunk, in the order of the forward pass:
                 chunk c of stage s is item c x stages + s.
@@ -218,7 +218,7 @@ class Collectives:
         There is a single bucket if the reduction does not overlap with the backward pass.
 
         Args:
-            family: Groups that sum the gradients.
+            family: Equal groups that sum the gradients.
             gradients: In the order of becoming final.
             piece_bytes: Size of the pieces of a hierarchical all-reduce; 0 without.
         """
@@ -252,7 +252,7 @@ class Collectives:
 
         Args:
             reduction: All-reduce to add.
-            tag: Tag of the reduction.
+            tag: Key of the reduction.
             sizes: Bytes of each bucket.
             parties: Actors that take part.
             max_pieces: Most pieces into which a bucket is divided.
@@ -335,7 +335,7 @@ class Collectives:
         A pipeline class is all pipelines on equal nodes; on this stage it lies in a single cluster.
 
         Args:
-            family: Ranks of data parallel groups in a cluster. Its `pipeline_classes` are still those
+            family: Ranks of equal data parallel groups in a cluster. Its `pipeline_classes` are still those
                 of all clusters.
         """
         pipeline_classes = tuple(
@@ -467,7 +467,7 @@ class Collectives:
         latencies of links between clusters are added here; `ring` has those of the messages inside.
 
         Args:
-            family: Groups that sum the number. family.ring: (node type, nodes) in ring order.
+            family: Equal groups that sum the number. family.ring: (node type, nodes) in ring order.
             ring: Traffic of a ring over their ranks.
         """
         parties = len(family.pipeline_classes)

@@ -128,13 +128,13 @@ class Transfer:
 
 
 class Transfers(dict[Hashable, Transfer]):
-    """Transfers of a simulation by tag, copied from templates when first used."""
+    """Transfers of a simulation by tag (key), copied from templates when first used."""
 
     def __init__(self, templates: Mapping[Hashable, Transfer]):
         """Keep the templates.
 
         Args:
-            templates: Tag -> transfer to copy. A transfer that recurs in each micro-batch has the
+            templates: Tag (key) -> transfer to copy. A transfer that recurs in each micro-batch has the
                 tag (name, micro-batch); a template with the key `name` serves for all micro-batches.
         """
         super().__init__()
@@ -159,7 +159,7 @@ class Simulation:
 
         Args:
             programs: Operations of every actor.
-            transfers: Tag -> transfer (a message or collective).
+            transfers: Tag (key) -> transfer (a message or collective).
             capacities: Rate of every NIC (or other resource) in bits/s, one way.
         """
         self.programs = programs
@@ -254,7 +254,7 @@ class Simulation:
         for its end.
 
         Args:
-            op: ("post", tag of the message to receive, AS_RECEIVER, tags of the messages that the
+            op: ("post", tag (key) of the message to receive, AS_RECEIVER, tags of the messages that the
                 receiver sent to the same peer before).
         """
         _, tag, _, *sent_before = op
@@ -281,7 +281,7 @@ class Simulation:
         """Note that a party is ready for a transfer; begin it if all are and its channel is free.
 
         Args:
-            tag: Tag of the transfer.
+            tag: Key of the transfer.
             ready: Moment at which the transfer counts as ready, if not now (transfers in a chain).
         """
         transfer = self.transfers[tag]
@@ -346,7 +346,7 @@ class Simulation:
         """End a flow, unless its rate has changed since this event was scheduled.
 
         Args:
-            flow: Tag of the transfer, and the version of the rate for which its end was computed.
+            flow: Key of the transfer, and the version of the rate for which its end was computed.
         """
         tag, version = flow
         if self.transfers[tag].version == version:
@@ -409,7 +409,7 @@ class Simulation:
         Args:
             transfer: Transfer that the actors wait for.
             waiting: (actor, moment since when it waits, its operation). The operation is ("wait",
-                tag, kind of the communication's span, micro-batch), and perhaps AS_SENDER.
+                key, kind of the communication's span, micro-batch), and perhaps AS_SENDER.
         """
         for actor, since, op in waiting:
             _, _, kind, micro_batch = op[:_WAIT_LENGTH]  # without AS_SENDER
@@ -428,7 +428,7 @@ class Simulation:
         """Set new rates for `seeds` and for all flows connected to them through common NICs.
 
         Args:
-            seeds: Tag -> flow that began, or that shared a NIC with a flow that ended.
+            seeds: Key -> flow that began, or that shared a NIC with a flow that ended.
         """
         connected = dict(seeds)
         unvisited = list(seeds.values())
@@ -468,7 +468,7 @@ def _fair_rates(
     rate, and the others grow on.
 
     Args:
-        flows: Tag -> flow.
+        flows: Key -> flow.
         nics: All NICs that the flows use.
         capacities: NIC -> bits/s.
     """

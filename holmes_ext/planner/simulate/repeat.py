@@ -177,8 +177,8 @@ def _omitted_s(
     Several periods are tried, and the first that fits gives the seconds. 0 if none fits.
 
     Args:
-        spans: Spans of every actor; the actors of a pipeline class follow each other, stage by
-            stage.
+        spans: Spans of every actor (ranks of a stage that do the same). Those of a pipeline class
+            (pipelines on equal nodes) follow each other, stage by stage.
         stages: Number of stages.
         periods: Periods to try, in micro-batches.
         omitted: Number of micro-batches that are not simulated, a multiple of each period.
@@ -201,8 +201,8 @@ def _period_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> floa
     way then, the lifetime before it those that they waited for.
 
     Args:
-        spans: Spans of every actor; the actors of a pipeline class follow each other, stage by
-            stage.
+        spans: Spans of every actor (ranks of a stage that do the same). Those of a pipeline class
+            (pipelines on equal nodes) follow each other, stage by stage.
         stages: Number of stages.
         period: Period to test, in micro-batches.
     """
