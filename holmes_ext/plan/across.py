@@ -66,6 +66,7 @@ def ways_across(wan: Wan, names: Sequence[str]) -> tuple[CrossClusterAlgorithm, 
 
 @lru_cache(maxsize=256)
 def _ways(wan: Wan, names: tuple[str, ...]) -> tuple[CrossClusterAlgorithm, ...]:
+    """Return direct exchanges, the cheapest ring, and the distinct trees from every root, in this order."""
     ring = best_order(names, wan.cost, closed=True)
     trees = dict.fromkeys(tree for root in names for tree in _trees(root, names, ring, wan.cost))
     return (CrossClusterAlgorithm("direct", names), CrossClusterAlgorithm("ring", ring), *trees)
@@ -87,10 +88,11 @@ def best_order(
 
     def total(order: Sequence[T]) -> tuple[float, float, float]:
         """Return the cost of an order: first number of its worst link, then sums of both numbers."""
-        pairs = neighbours(order) if closed else list(zip(order, order[1:]))
-        costs = [cost(pair) for pair in pairs]
-        worst = max(first for first, _ in costs)
-        return worst, sum(first for first, _ in costs), sum(second for _, second in costs)
+        links = neighbours(order) if closed else list(zip(order, order[1:]))
+        costs = [cost(link) for link in links]
+        first_numbers = [first for first, _ in costs]
+        second_numbers = [second for _, second in costs]
+        return max(first_numbers), sum(first_numbers), sum(second_numbers)
 
     if len(names) > ALL_ORDERS:
         return _two_opt(_nearest_neighbours(names, cost), total, closed)
@@ -175,10 +177,11 @@ def distinct_orders(counts: Mapping[T, int]) -> Iterator[tuple[T, ...]]:
     order = [number for number, key in enumerate(keys) for _ in range(counts[key])]
     while True:
         yield tuple(keys[number] for number in order)
+        # Positions of items that are smaller than their successor, from the right.
         ascents = (i for i in reversed(range(len(order) - 1)) if order[i] < order[i + 1])
         pivot = next(ascents, None)
         if pivot is None:
-            return
+            return  # the items descend: this was the last permutation
         greater = next(i for i in reversed(range(len(order))) if order[i] > order[pivot])
         order[pivot], order[greater] = order[greater], order[pivot]
         order[pivot + 1 :] = reversed(order[pivot + 1 :])

@@ -69,6 +69,7 @@ def build_plan(
     Raises:
         HolmesError: The sizes do not multiply to the world size, or the partition is not possible.
     """
+    # The arguments: a profile has sizes and a workload, too.
     if profile is not None:
         check_profile(profile, site, sizes, model)
         sizes = sizes or profile.sizes
@@ -80,6 +81,7 @@ def build_plan(
     nodes = tuple(node.name for node in site.nodes)
     plan = Plan(site.digest, nodes, site.processes, processes_of=site.processes_of)
     if sizes is None:
+        # The stages are not known, so only the order of the nodes can be planned: the fastest first.
         plan = replace(
             plan,
             nodes=fastest_first(network),
@@ -91,6 +93,7 @@ def build_plan(
     if workload is None and model is not None:
         workload = model.workload(sizes)
         basis = model.source
+    # The order of the nodes.
     rules = rules_of(engine, options)
     if workload is None:
         # Without a workload neither the micro-batches that hide stage links nor the memory is known.
@@ -98,8 +101,9 @@ def build_plan(
     prices = Prices(network, RankModel.of_workload(workload or Workload(), sizes), rules)
     placement = place(prices, sizes)
     predicted = _predicted(prices, placement)
+    # The layers of each stage, and predictions that know them.
     split = tuple(stage_layers)
-    loads: tuple[StageLoad, ...] = ()
+    loads: tuple[StageLoad, ...] = ()  # work of each stage
     if stage_layers:
         partition = "explicit"
     elif model is not None or profile is not None:
@@ -122,6 +126,7 @@ def build_plan(
         predicted=predicted,
     )
     basis = basis or (NOMINAL if workload is None else "given")
+    # How each group and stage communicates.
     return derive_traffic(plan, site, options, links, workload, basis, engine)
 
 
@@ -136,7 +141,13 @@ def _predicted(prices: Prices, placement: Placement) -> dict[str, float]:
 
 
 def _stock_step(prices: Prices, job: RankModel, sizes: Sizes) -> Estimate:
-    """Return the step of a model without holmes, with a uniform partition."""
+    """Return the step of a model without holmes, with a uniform partition.
+
+    Args:
+        prices: Prices with holmes; only the site and its rates are used.
+        job: The model, with all its layers.
+        sizes: Parallel sizes.
+    """
     network, placement = _stock(prices, sizes)
     costs = price(network, placement, job)
     return predict(costs, uniform(costs.blocks, costs.stages))

@@ -154,6 +154,7 @@ def rules_of(engine: EngineTraits, options: Options, direct: bool = False, **mor
     """
 
     def can(ability: str) -> bool:
+        """Return whether the engine has an ability, and the user has not turned it off."""
         return engine.can(ability, off=options.off)
 
     compression = options.compress_activations if can("compressed-activations") else "off"

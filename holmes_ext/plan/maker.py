@@ -173,7 +173,14 @@ class PlanRequest:
 
 
 def on_ports(plan: Plan, site: Site, options: Options, *, engine: EngineTraits) -> Plan:
-    """Return the plan for the ports that still work, which are those of `site`."""
+    """Return the plan for the ports that still work, which are those of `site`.
+
+    Args:
+        plan: The plan.
+        site: Nodes with the ports that work.
+        options: Options of the user.
+        engine: Abilities of the training engine.
+    """
     return derive_traffic(plan, site, options, engine=engine)
 
 
@@ -391,4 +398,5 @@ def spanning(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
 
 
 def _counts(spanning_groups: dict[str, int]) -> str:
+    """Return the numbers of groups as text, such as "2 data groups, 1 tensor group"."""
     return ", ".join(counted(count, f"{kind} group") for kind, count in spanning_groups.items())

@@ -119,6 +119,7 @@ def pass_by_pass_s(costs: StageCosts, split: Sequence[int]) -> float:
 
 
 def _all_splits(blocks: int, stages: int) -> Iterator[Split]:
+    """Yield all ways to divide the blocks among the stages, at least one for each."""
     for borders in combinations(range(1, blocks), stages - 1):
         yield tuple(high - low for low, high in zip((0, *borders), (*borders, blocks)))
 
@@ -277,7 +278,8 @@ def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> Split:
         raise HolmesError(
             f"alpha is {alpha}; it must be above 0, and finite (the paper: 1 to 1.05)"
         )
-    shares = [alpha * layers * value / sum(speed) for value in speed]
+    shares = [alpha * layers * value / sum(speed) for value in speed]  # not whole numbers
+    # Layers of each stage. They need not sum to `layers` yet.
     counts = [min(layers, max(1, floor(share + _SHARE_ROUNDING))) for share in shares]
 
     def missing(stage: int) -> float:
@@ -292,10 +294,12 @@ def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> Split:
         return (speed[stage], -counts[stage], -stage)
 
     while sum(counts) < layers:
-        counts[max(range(stages), key=missing)] += 1
+        neediest = max(range(stages), key=missing)
+        counts[neediest] += 1
     while sum(counts) > layers:
         with_several = [stage for stage in range(stages) if counts[stage] > 1]
-        counts[min(with_several, key=sort_key)] -= 1
+        giver = min(with_several, key=sort_key)
+        counts[giver] -= 1
     return tuple(counts)
 
 
@@ -333,6 +337,7 @@ def improved(
 
 
 def _moved(split: Split, giver: int, taker: int) -> Split:
+    """Return the split after moving a block from stage `giver` to stage `taker`."""
     counts = list(split)
     counts[giver] -= 1
     counts[taker] += 1

@@ -724,7 +724,13 @@ class Fold:
     ) -> int:
         """Return how many messages from `stage` to `other` leave a node, in the given pipeline classes.
 
-        Messages of ranks that the fold has not kept are included. A class are pipelines on equal nodes.
+        Messages of ranks that the fold has not kept are included.
+
+        Args:
+            node_index: Index of the node.
+            stage: Sending stage.
+            other: Receiving stage.
+            pipeline_classes: Numbers of classes; a class are pipelines on equal nodes.
         """
         leaving = self._messages_leaving(stage, other)  # of kept ranks
         kept = sum(leaving[node_index, pipeline_class] for pipeline_class in pipeline_classes)
@@ -848,21 +854,21 @@ class Fold:
             node_index_of: Rank -> node that holds it.
             groups_on: Node -> keys of all groups of this role with ranks on it.
         """
-        # Ranks of a stage repeat periodically, and the fold keeps the first period. _multiplicity is
-        # the number of periods. A data-parallel group passes through all periods, so its nodes are
-        # multiplied. Any other group lies within one period, so the number of groups is multiplied.
         is_data = role == "data"
-        copies = self._copies(
-            role
-        )  # ranks and groups of the job for each rank and group of the fold
+        copies = self._copies(role)  # ranks and groups of the job for each that the fold keeps
         members = members_of[groups[0]]
         member_nodes = [node_index_of[member] for member in members]
-        # Index of a node -> number of equal nodes in the group (itself included).
-        equal_nodes = dict.fromkeys(member_nodes, 1)
-        count = sum(self._multiplicity[members_of[group][0]] for group in groups)
+        # Ranks of a stage repeat periodically, and the fold keeps the first period. _multiplicity is
+        # the number of periods. equal_nodes: index of a node -> number of equal nodes in the group.
         if is_data:
+            # The group passes through all periods: the fold has all groups, but not all their nodes.
             equal_nodes = {node_index_of[member]: self._multiplicity[member] for member in members}
             count = len(groups)
+        else:
+            # The group lies within a period: the fold has all its nodes, but not all groups.
+            equal_nodes = dict.fromkeys(member_nodes, 1)
+            count = sum(self._multiplicity[members_of[group][0]] for group in groups)
+        # Nodes that play the same part in the group are counted together.
         nodes_of: Counter[GroupPart] = Counter()
         for node_index, ranks in Counter(member_nodes).items():  # ranks of the group on the node
             # Groups of this family, and of all families, that use the NIC of the node.

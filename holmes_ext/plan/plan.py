@@ -208,6 +208,7 @@ class Plan:
 
     @cached_property
     def _stage_of_group(self) -> dict[tuple[int, ...], int]:
+        """Ranks of each data-parallel group -> its pipeline stage."""
         sizes = self.sizes or Sizes().complete(self.world_size)
         stride = sizes.strides()["pp"]
         return {ranks: ranks[0] // stride % sizes.pipeline for ranks in groups(sizes, "data")}
@@ -233,6 +234,7 @@ class Plan:
         return digest_of(self._content())
 
     def _content(self) -> dict[str, Any]:
+        """Return the fields that the digest covers: all except `source`."""
         return {
             "version": VERSION,
             **{name: value for name, value in asdict(self).items() if name != "source"},
@@ -375,7 +377,6 @@ def planned_fabrics(plan: Plan, site: Site, measured: Site) -> tuple[PlannedFabr
         measured: The same site with measured rates.
     """
     nodes = [site.node_by_name[name] for name in plan.nodes]
-    planned = {fabric.name: fabric for fabric in plan.fabrics}
 
     def nodes_on(fabric: Fabric, network_api: str) -> tuple[str, ...]:
         """Return the nodes with a port on a fabric that a network API can use."""
@@ -386,6 +387,8 @@ def planned_fabrics(plan: Plan, site: Site, measured: Site) -> tuple[PlannedFabr
             if port.fabric == fabric.name and _carries(port, network_api)
         )
 
+    # Fabrics with the plan's rates and latencies, else with the measured ones.
+    planned = {fabric.name: fabric for fabric in plan.fabrics}
     fabrics: list[Fabric] = [planned.get(fabric.name, fabric) for fabric in measured.fabrics]
     fabrics.sort(key=lambda fabric: fabric.preference, reverse=True)
     # Fabric -> NCCL's name of the network (see Fabric.net), always as the site says now.

@@ -226,17 +226,18 @@ def measured_costs(
 
     Args:
         profile: The measurements.
-        clusters: Names of the clusters of each stage.
+        clusters: Names of the clusters of each stage. Several: its nodes are in different clusters.
         overlap: Whether gradients are reduced during the last backward pass.
 
     Raises:
         HolmesError: The profile has no stage on the same clusters.
     """
+    # Measured times of a stage on the same clusters, for each stage.
     measured = [_measured_on(profile, names, stage) for stage, names in enumerate(clusters)]
-    first = profile.stages[0]
-    last = profile.stages[-1]
+    first = profile.stages[0]  # measured the layers before the first block
+    last = profile.stages[-1]  # measured the layers after the last block
 
-    def row(times: StageTimes, direction: int) -> tuple[float, ...]:
+    def layer_times(times: StageTimes, direction: int) -> tuple[float, ...]:
         """Return the seconds of every layer on a stage: measured there, or scaled from another stage.
 
         Args:
@@ -247,21 +248,27 @@ def measured_costs(
         after_s = last.after_s[direction] * _ratio(last, times)
         return (before_s, *_block_times(profile, times, direction), after_s)
 
+    # Messages: an activation to the next stage, whatever layer the stage ends with.
     neighbours = zip(clusters, clusters[1:])
     links_s = [_stage_link_s(profile, source, target) for source, target in neighbours]
+    layers = len(profile.gradient_bytes)
+    transfer_s = tuple(
+        (link_s,) * layers for link_s in (*links_s, 0.0)
+    )  # the last stage sends none
     # A stage that comes last to the all-reduce of the embeddings, or of the norm in the optimizer, does
     # not wait for others in it. So the least of the stages' times is that of the operation itself.
     optimizer_s = min(stage.optimizer_s for stage in profile.stages)
     tied_s = min(first.tied_s, last.tied_s) if len(clusters) > 1 else 0.0
-    layers = len(profile.gradient_bytes)
+    # By stage and layer: seconds of reducing the layer's gradients.
+    reduction_s = tuple(
+        tuple(size * times.reduction_s_per_byte for size in profile.gradient_bytes)
+        for times in measured
+    )
     return StageCosts(
-        forward_s=tuple(row(times, _FORWARD) for times in measured),
-        backward_s=tuple(row(times, _BACKWARD) for times in measured),
-        reduction_s=tuple(
-            tuple(size * times.reduction_s_per_byte for size in profile.gradient_bytes)
-            for times in measured
-        ),
-        transfer_s=tuple((link_s,) * layers for link_s in (*links_s, 0.0)),
+        forward_s=tuple(layer_times(times, _FORWARD) for times in measured),
+        backward_s=tuple(layer_times(times, _BACKWARD) for times in measured),
+        reduction_s=reduction_s,
+        transfer_s=transfer_s,
         micro_batches=profile.micro_batches,
         latency_s=tuple(times.reduction_latency_s + optimizer_s for times in measured),
         tied_s=tied_s,

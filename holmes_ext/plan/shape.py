@@ -66,6 +66,7 @@ def zero_of(model: Model) -> int:
     """Return the ZeRO stage that shards about as many bytes per parameter as the model's sharded_bytes."""
 
     def distance(zero: int) -> float:
+        """Return how far the bytes per parameter that a ZeRO stage shards are from the model's."""
         sharded_bytes = state_of(model, Mode(zero, has_pipeline=False)).sharded_bytes
         return abs(sharded_bytes - model.sharded_bytes)
 

@@ -55,6 +55,7 @@ class Sizes:
         self._check_order()
 
     def _check_sizes(self) -> None:
+        """Raise HolmesError if a size is too small; only the data size may be 0 (not given)."""
         for name in ("pipeline", "tensor", "context", "expert"):
             if getattr(self, name) < 1:
                 raise HolmesError(
@@ -277,6 +278,7 @@ def _offsets(strides: dict[str, int], sizes: dict[str, int]) -> list[int]:
 
 
 def _listed(values: Sequence[int]) -> str:
+    """Return numbers as text, such as "1, 2, 4"."""
     return ", ".join(map(str, values))
 
 

@@ -124,10 +124,12 @@ def _has_context(shape: Shape) -> bool:
 
 
 def _has_chunks(shape: Shape) -> bool:
+    """Return whether stages have several chunks of layers (interleaved schedule)."""
     return shape.virtual > 1
 
 
 def _has_sharded_optimizer(shape: Shape) -> bool:
+    """Return whether ranks share the optimizer state (ZeRO 1 to 3)."""
     return shape.zero > 0
 
 
@@ -138,6 +140,7 @@ def _hides_expert_traffic(shape: Shape) -> bool:
 
 
 def _gathers_under_optimizer(shape: Shape) -> bool:
+    """Return whether weights can be gathered while the optimizer runs: sharded, and with chunks."""
     return shape.zero > 0 and shape.virtual > 1
 
 

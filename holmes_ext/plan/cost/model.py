@@ -347,6 +347,7 @@ class Model:
                 raise self._error(name, f"{value} is not a number of bytes, 0 or more")
 
     def _check_choices(self) -> None:
+        """Raise HolmesError if the recomputation or the kind of positions is unknown."""
         for name, choices in (("recompute", RECOMPUTE), ("positions", POSITIONS)):
             value = getattr(self, name)
             if value not in choices:
@@ -368,6 +369,7 @@ class Model:
             raise self._error("heads", f"{problem}, and key 'groups' the heads")
 
     def _error(self, key: str, problem: str) -> HolmesError:
+        """Return an error about a key of the model file."""
         return HolmesError(f"{self.source}: key '{key}': {problem}")
 
     def gpu_of(self, cluster: str) -> Gpu:
@@ -439,14 +441,17 @@ class Model:
 
     @property
     def _ffn(self) -> int:
+        """Width of the MLP: 4 times the hidden size by default."""
         return self.ffn or 4 * self.hidden
 
     @property
     def _mlp_matrices(self) -> int:
+        """Weight matrices of an MLP: a gated one has another matrix for the gate."""
         return 3 if self.gated else 2
 
     @property
     def _norm_parameters(self) -> tuple[int, ...]:
+        """Parameters of the tensors of a norm: its weight, and its bias if there are biases."""
         return (self.hidden, self.hidden) if self.bias else (self.hidden,)
 
     def _block(self, tensor: int, context: int, expert: int) -> Layer:

@@ -881,6 +881,7 @@ class Prices(ReductionPrices):
         )
 
     def _spans_networks(self, fold: Fold, stages: tuple[int, ...]) -> bool:
+        """Return whether a group of a stage must use Ethernet because its nodes share no fast network."""
         # Groups of a stage in all roles (data, tensor, context, expert), as families of equal
         # groups.
         families = (family for role in INSIDE for family in fold.families(stages[0], role))

@@ -895,6 +895,7 @@ def _row_of_longest(activities: Sequence[_Activity], repeats: Sequence[int]) -> 
     """
 
     def total_s(activity: _Activity) -> float:
+        """Return the seconds of an activity in a pass, over all layers."""
         layers_s = sum(seconds * count for seconds, count in zip(activity.layer_s, repeats))
         return layers_s + activity.exposed_s
 

@@ -273,6 +273,7 @@ class StepLowerBound(PassBounds):
             layers_before = sum(limits)
 
             def stage_step_s(layers: int) -> float:
+                """Return the bound on the step if this stage has so many layers."""
                 return self._stage_step_s(stage, layers, layers_before, update_s, first_end_s)  # noqa: B023
 
             # More layers never make the step shorter. So if `limit` layers take too long, bisection

@@ -159,7 +159,7 @@ def _best_gpu(gpus: Sequence[Gpu]) -> Gpu:
     """Return a GPU with the best value of each property; 0 bytes or bit/s mean "no limit"."""
 
     def best(values: Sequence[float]) -> float:
-        # A 0 among the values means "no limit", the best value.
+        """Return the largest value; 0 if it is among them, because it means "no limit"."""
         return max(values) if all(values) else 0.0
 
     return Gpu(
@@ -181,12 +181,9 @@ def _on_one_fabric(site: Site, clusters: Mapping[str, str], links: Links) -> Sit
         clusters: Name of each node of the new site -> name of its cluster.
         links: Measured links.
     """
+    used_names = {name for node in site.nodes for name in node.fabrics}
     # line(): the fabric with its measured rate and latency
-    used_fabrics = [
-        links.line(fabric)
-        for fabric in site.fabrics
-        if any(fabric.name in node.fabrics for node in site.nodes)
-    ]
+    used_fabrics = [links.line(fabric) for fabric in site.fabrics if fabric.name in used_names]
     rates_bps = {fabric.name: fabric.rate_bps for fabric in used_fabrics}
     fast_bps = max((rate for name, rate in rates_bps.items() if name != ETHERNET), default=0)
     rate_bps = rates_bps[ETHERNET] + fast_bps

@@ -147,6 +147,7 @@ def _one_item(plan: Plan, nodes: list[str], layers: tuple[int, ...]) -> PlacedNo
 
 
 def _range_text(first: int, last: int) -> str:
+    """Return a range of numbers as text: "3" or "3-5"."""
     return str(first) if first == last else f"{first}-{last}"
 
 
@@ -170,6 +171,7 @@ def _group_networks(plan: Plan) -> Iterable[GroupsOnNetwork]:
 
 
 def _network(plan: Plan, ranks: tuple[int, ...], network_api: str) -> str:
+    """Return the name of the network that a group uses through NCCL or gloo."""
     fabric = plan.fabric_of(ranks, network_api)
     return _MEMORY if fabric is None else fabric.name
 

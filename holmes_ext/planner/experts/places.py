@@ -103,6 +103,7 @@ def places_of(plan: Plan) -> Places:
 
 
 def _frozen(table: list[list[float]]) -> tuple[tuple[float, ...], ...]:
+    """Return a table as tuples, which cannot change."""
     return tuple(map(tuple, table))
 
 

@@ -73,7 +73,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], strong: int | None
 def _row(
     tag: str, cells: Sequence[str], is_text_column: Sequence[bool], is_bold: bool = False
 ) -> str:
-    """Return a row of a table; `tag` is "th" or "td"."""
+    """Return a row of a table.
+
+    Args:
+        tag: "th" for the head, "td" for other rows.
+        cells: Texts of the row.
+        is_text_column: For each column, whether it has text and not numbers; (): all have numbers.
+        is_bold: Whether the row is bold.
+    """
     parts = ["<tr class=strong>" if is_bold else "<tr>"]
     for cell, is_text in zip(cells, is_text_column or [False] * len(cells)):
         opening = f"{tag} class=text" if is_text else tag

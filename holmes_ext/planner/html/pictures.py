@@ -115,6 +115,7 @@ def _smaller(text: str) -> str:
     equal_paths = r'<path d="[^"]*" (clip-path="[^"]*" style="[^"]*")/>(?:\s*<path d="[^"]*" \1/>)+'
 
     def joined(paths: re.Match[str]) -> str:
+        """Return a single path that draws what the matched paths draw."""
         drawing_commands = "".join(re.findall(r'd="([^"]*)"', paths[0]))
         return f'<path d="{drawing_commands}" {paths[1]}/>'
 
@@ -443,7 +444,7 @@ class _Drawn(NamedTuple):
     def of(cls, title: str, rows: list[Row], seconds: float, chunks: int) -> _Drawn:
         """Return a panel; the middle of a step with more than MANY_MICRO_BATCHES is cut out.
 
-        A note about the cut is added to the title. The arguments are those of timeline().
+        A note about the cut is added to the title. timeline() has the same arguments, for all panels.
         """
         cut = cut_of(rows, chunks)
         if cut is None:

@@ -81,6 +81,7 @@ def placement(result: SearchResult, width: float = WIDE) -> Any:
     figure, axis = plt.subplots(figsize=(width, height), layout="constrained")
     in_legend = set()  # indices of clusters
     for stage, contents in enumerate(best.placement.stages):
+        # The stage's bar, with a part for each group of nodes of the same type.
         left = 0
         for node_type, rank_count in contents:
             name = network.cluster(node_type)
@@ -98,6 +99,7 @@ def placement(result: SearchResult, width: float = WIDE) -> Any:
             )
             in_legend.add(index)
             left += rank_count
+        # The texts of the stage: layers, memory and reduction beside the bar, node names on it.
         memory = format_bytes(best.memory_bytes[stage])
         layers = counted(best.split[stage], "layer")
         margin = 0.01 * stage_ranks
@@ -136,7 +138,7 @@ def step(result: SearchResult, width: float = WIDE) -> Any:
     The first panel shows the best plan, the second the same job without holmes ("stock").
     """
     stock = baseline(result)
-    panels = {}
+    panels = {}  # title -> (rows, seconds of the step)
     for name, job, candidate in (
         (plan_name(result), result, result.best),
         (stock.name, stock.request, stock.plan),
@@ -188,6 +190,7 @@ def seconds(by_plan: Mapping[str, Mapping[str, float]], width: float = WIDE) -> 
     """
     plt = pyplot()
     longest_s = max(sum(causes.values()) for causes in by_plan.values())
+    # Leave out causes that are small in every plan.
     drawn = {
         cause: label
         for cause, label in CAUSES.items()

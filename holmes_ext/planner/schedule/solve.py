@@ -393,6 +393,7 @@ def order_by_rules(times: Times, rules: Sequence[Rule]) -> tuple[list[list[OnePa
     queue = [(0.0, stage) for stage in range(len(rules))]  # (moment, stage that is free then)
 
     def wake(stage: int, moment: float) -> None:
+        """Put a stage that waits for an unknown message back into the queue: it comes at `moment`."""
         state = stages[stage]
         if state.is_asleep:
             state.is_asleep = False
@@ -402,7 +403,8 @@ def order_by_rules(times: Times, rules: Sequence[Rule]) -> tuple[list[list[OnePa
         now, stage = heappop(queue)
         state = stages[stage]
         letter = state.choose(rules[stage], now, times.weights[stage])
-        if not letter:
+        if not letter:  # no pass can run now
+            # Try again when the next message arrives. If none is on its way, wake() ends the wait.
             next_message_s = min(state.next_forward_s(), state.next_input_s())
             if next_message_s < inf:
                 heappush(queue, (next_message_s, stage))
@@ -414,7 +416,7 @@ def order_by_rules(times: Times, rules: Sequence[Rule]) -> tuple[list[list[OnePa
             state.forwards += 1
             pass_end_s = now + times.forward[stage]
             if stage == last:
-                state.gradients.append(pass_end_s)
+                state.gradients.append(pass_end_s)  # its backward pass can follow at once
             else:
                 arrival_s = pass_end_s + times.transfer[stage]
                 stages[stage + 1].activations.append(arrival_s)
@@ -431,6 +433,7 @@ def order_by_rules(times: Times, rules: Sequence[Rule]) -> tuple[list[list[OnePa
             number = state.weights
             state.weights += 1
             pass_end_s = now + times.weights[stage]
+        # The stage has run the pass, and chooses the next when it ends.
         state.order.append((letter, number))
         state.free_s = pass_end_s
         end_s = max(end_s, pass_end_s)

@@ -107,6 +107,11 @@ class _PricesInTime(Prices):
     """
 
     def step_s(self, placement: Placement) -> float:
+        """Return the step time in closed form, in seconds.
+
+        Raises:
+            TimeIsOver: The deadline has passed.
+        """
         check_deadline(0)  # raises TimeIsOver
         return super().step_s(placement)
 

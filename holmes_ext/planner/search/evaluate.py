@@ -189,6 +189,7 @@ class Evaluator:
         prices = self.result.prices(shape)
 
         def bound_of(placement: Placement) -> ChainBound:
+            """Return the object that computes lower bounds on the step time of a placement."""
             return self.lower_bound(shape, placement, prices.costs(placement))
 
         # complete: the list has all orders of the clusters; else some were left out
@@ -306,6 +307,7 @@ class Evaluator:
             return balanced
 
         def seconds_of(split: Split) -> float:
+            """Return the step time of a split in closed form; inf if it does not fit the memory."""
             return estimate(stages.costs, split).step_s if stages.fits(split) else inf
 
         # A block's gradients are reduced once a step, but balanced_blocks() compares seconds of a
@@ -384,6 +386,7 @@ def _add_missing(counts: list[int], stages: StageBounds, block_s: Sequence[float
     """Give each remaining block to the stage that is fastest with another block."""
 
     def with_one_more(stage: int) -> tuple[float, int]:
+        """Return the seconds of a stage with another block, and its number for ties."""
         return stages.extra_s[stage] + (counts[stage] + 1) * block_s[stage], stage
 
     heap = []  # (seconds with one more block, stage), of the stages that have room for it

@@ -95,7 +95,14 @@ def _even_split_line(result: SearchResult, candidate: Candidate) -> str:
 
 
 def _thin_line(candidate: Candidate, costs: StageCosts, stages: list[int], reasons: str) -> str:
-    """Return the sentence "stages 0, 3 (a, b) have 1 layer: reasons"."""
+    """Return the sentence "stages 0, 3 (a, b) have 1 layer: reasons".
+
+    Args:
+        candidate: The plan.
+        costs: Its costs, with the clusters of each stage.
+        stages: Stages with the same reasons.
+        reasons: Reasons why they have few layers.
+    """
     numbers = ", ".join(map(str, stages))
     places = ", ".join(dict.fromkeys(costs.places[stage] for stage in stages))
     layers = " and ".join(dict.fromkeys(str(candidate.split[stage]) for stage in stages))
@@ -121,6 +128,12 @@ def _thin_reasons(
                      stage's gradient reduction. Long is more than 2 % of the step, and at least
                      half as long as on the stage where this part is longest
         messages     an activation to a neighbour and its gradient take longer than a layer
+
+    Args:
+        costs: Costs of the plan.
+        result: The search that found it.
+        candidate: The plan.
+        stage: Number of the stage.
     """
     # Seconds of a micro-batch in a block (layer), on each stage.
     layer_s = [
@@ -217,6 +230,9 @@ def _slow_layer_reason(
 
     Args:
         layer_s: Seconds of a layer on each stage.
+        result: The search that found the plan.
+        candidate: The plan.
+        stage: Number of the stage.
     """
     least_s = min(layer_s)
     stage_layer_s = layer_s[stage]

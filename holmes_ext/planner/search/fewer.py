@@ -174,7 +174,7 @@ class _NodeSets:
         each rate of a link, the connected components of the graph of all links that are at least as
         fast.
         """
-        clusters = range(len(self.counts))
+        clusters = range(len(self.counts))  # indices
         if len(clusters) <= MAX_ALL_SETS:
             yield from product(*((0, count) for count in self.counts))
             return
@@ -189,6 +189,7 @@ class _NodeSets:
             for (source, target), rate_bps in rates_between(network).items()
         }
         for least_bps in sorted({*rates_bps.values()}):
+            # A component: clusters that links of at least this rate connect.
             for component in _components(clusters, rates_bps, least_bps):
                 yield tuple(
                     count if index in component else 0 for index, count in enumerate(self.counts)
@@ -218,6 +219,7 @@ class _NodeSets:
         previous_result = self.best_result
 
         def most_flops_first(counts: Counts) -> tuple[float, list[int]]:
+            """Return a sort key: least computing time first, then most nodes in the first clusters."""
             return self._compute_s(counts), [-count for count in counts]
 
         for counts in sorted({*sets}, key=most_flops_first):

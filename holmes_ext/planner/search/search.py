@@ -170,6 +170,7 @@ def _start_worker(result: SearchResult) -> None:
 
 
 def _process_in_worker(item: Item, bound_s: float, best_s: float) -> Outcome:
+    """Examine a part of the search space in a worker process (see Evaluator.process)."""
     assert _evaluator is not None
     return _evaluator.process(item, bound_s, best_s)
 
@@ -388,9 +389,11 @@ class _BranchAndBound:
         return bool(self.queue) and self.queue[0].bound_s < self.best_s * (1 - EQUAL)
 
     def _push(self, bound_s: float, item: Item) -> None:
+        """Put a part of the search space into the main queue."""
         heapq.heappush(self.queue, _Entry(bound_s, next(self.number), item))
 
     def _push_early(self, phase: _Phase, order: float, bound_s: float, item: Item) -> None:
+        """Put a part of the search space into the queue of parts to examine first."""
         entry = _EarlyEntry(phase, order, next(self.number), bound_s, item)
         heapq.heappush(self.early_queue, entry)
 

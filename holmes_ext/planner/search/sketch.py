@@ -354,6 +354,7 @@ class Sketch:
         largest = max(terms, key=terms.__getitem__)
 
         def text(size: float) -> str:
+            """Return a number of bytes with its unit."""
             return format_bytes(size, 4)  # 4 digits: small differences should show
 
         limit = limit_bytes[stage]

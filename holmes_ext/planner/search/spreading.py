@@ -238,6 +238,7 @@ def laid(stages: Stages, sizes: Sizes, processes: int) -> Placement:
     previous: list[int] = []
 
     def matches(arranged: list[int]) -> int:
+        """Return at how many positions the node is in the same cluster as in the previous stage."""
         return sum(a == b for a, b in zip(arranged, previous))
 
     for stage in stages:

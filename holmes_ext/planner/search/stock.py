@@ -106,6 +106,7 @@ def are_reasons_simulated(result: SearchResult) -> bool:
 
 
 def _remembered_reasons(result: SearchResult) -> _StepTimeByCause:
+    """Return the step time by cause, computed once for the best plan."""
     return result.remember("reasons", result.best, lambda: _compute_reasons(result))
 
 

@@ -284,6 +284,7 @@ class _SubsetSearch:
                     self._price(tuple(nodes or 0 for nodes in part))
 
     def _push(self, floor_s: float, family: Family) -> None:
+        """Put a family of subsets into the queue, by its lower bound."""
         heapq.heappush(self.families, _OpenFamily(floor_s, next(self.number), family))
 
     def _floor_s(self, family: Family) -> float:

@@ -249,6 +249,8 @@ def _candidate_of_layout(
     """Return the candidate of the job's layout; raise HolmesError if the framework refuses it.
 
     Args:
+        result: The search, with the network and the prices.
+        job: The training job, with its command line.
         sizes: Complete parallel sizes.
         plan: Plan with the order of nodes and the layers of the stages, if there is one.
     """

@@ -31,6 +31,9 @@ def document(
     """Return the page of the best plan of a search, or of the user's layout.
 
     Args:
+        result: The search.
+        args: Options of the command `holmes plan`.
+        job: The training job, with lines on it.
         starts: Framework -> how to start the plan.
         besides: Name -> forecast that an extension shows beside the plan, such as a forecast of
             joined jobs. Each adds a section to the page.

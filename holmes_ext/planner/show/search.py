@@ -356,6 +356,9 @@ def draw(
     """Write the page of --html and the pictures of --pictures, and print the paths of these files.
 
     Args:
+        search_result: The search.
+        args: Options of the command `holmes plan`.
+        job: The training job, with lines on it.
         starts: Framework -> how to start the best plan.
         besides: Name -> forecast that an extension shows beside the plan.
     """

@@ -79,6 +79,9 @@ def _with_edit(
     Args:
         launch: Flags that start the plan.
         framework: Framework whose flags the command has.
+        result: The search; its best plan is to be started.
+        args: Options of the command `holmes plan`.
+        job: The training job, with the user's command line.
     """
     # Sizes in options of `holmes plan` are not those of the command.
     layout = None if sizes_given(args) else result.user_layout

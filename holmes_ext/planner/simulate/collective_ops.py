@@ -172,10 +172,12 @@ class CollectiveOps(Collectives):
             return tag if tag in self.transfers else None
 
         def post(collective: str, index: int) -> list[Op]:
+            """Return the operation that starts a layer's collective; [] if there is none."""
             tag = tag_of(collective, index)
             return [("post", (tag, micro_batch))] if tag else []
 
         def wait(collective: str, index: int) -> list[Op]:
+            """Return the operation that waits for a layer's collective; [] if there is none."""
             tag = tag_of(collective, index)
             span_kind = "gather" if collective == "weights" else "reduce"
             return [("wait", (tag, micro_batch), span_kind, micro_batch)] if tag else []
@@ -328,7 +330,14 @@ class CollectiveOps(Collectives):
         ]
 
     def _tag(self, pipeline_class: int, stage: int, collective: str, number: int) -> Tag:
-        """Return the key of a collective's transfer: (name, stage, pipeline classes, number)."""
+        """Return the key of a collective's transfer: (name, stage, pipeline classes, number).
+
+        Args:
+            pipeline_class: A class of pipelines on equal nodes whose ranks take part.
+            stage: Number of the stage.
+            collective: Name of the collective, such as "reduce".
+            number: Number of the group of buckets.
+        """
         return (collective, stage, self.groups[pipeline_class, stage].pipeline_classes, number)
 
     def _tags(self, pipeline_class: int, stage: int, collective: str) -> list[Tag]:
