@@ -152,7 +152,7 @@ class PassOrder:
 
     @property
     def splits(self) -> bool:
-        """Return whether a backward pass is split."""
+        """Return whether a backward pass is split in two: gradients of the inputs, then of the weights."""
         return any(letter == "W" for order in self.stages for letter, _ in order)
 
     def __post_init__(self) -> None:

@@ -77,6 +77,7 @@ def with_mode(model: Model, mode: Mode) -> Model:
     """Return `model` with state_bytes and sharded_bytes as a ZeRO stage divides them.
 
     Args:
+        model: Model with the settings of its training.
         mode: The ZeRO stage, and whether there is a pipeline.
     """
     state = state_of(model, mode)

@@ -152,6 +152,7 @@ def added(
     the flags name the layers of the stages, so that they are those of the candidate.
 
     Args:
+        candidate: The plan.
         cluster: File of the cluster description.
         plan: File of the plan; "" for none.
         layers: The flags name the layers of the stages; False if the script itself divides them.
@@ -175,6 +176,8 @@ def _sizes(candidate: Candidate, model: Model, global_batch: int) -> list[str]:
     """Return the flags that Megatron-LM and Megatron-DeepSpeed have in common: sizes and batch.
 
     Args:
+        candidate: The plan.
+        model: The model, with its batch and precision.
         global_batch: Sequences of a step.
     """
     shape = candidate.shape
@@ -198,6 +201,8 @@ def _megatron_lm(
     """Return the flags of Megatron-LM, and the properties of the plan that it does not support.
 
     Args:
+        candidate: The plan.
+        model: The model, with its batch and precision.
         global_batch: Sequences of a step.
     """
     shape = candidate.shape
@@ -254,6 +259,8 @@ def _ds_config(candidate: Candidate, model: Model, global_batch: int) -> dict[st
     """Return DeepSpeed's configuration (ds_config.json), without its section on the pipeline.
 
     Args:
+        candidate: The plan.
+        model: The model, with its batch and precision.
         global_batch: Sequences of a step.
     """
     shape = candidate.shape

@@ -114,6 +114,7 @@ def _as_the_command_spells(
     - If the command's expert tensor size equals its tensor size, it follows the plan's tensor size.
 
     Args:
+        request: The command, the plan, and the layout of the command.
         wanted: Flag -> its values, as launch_flags.py writes them.
     """
     shape = request.candidate.shape
@@ -163,6 +164,7 @@ def _unwanted(request: Request, wanted: Mapping[str, tuple[str, ...]]) -> Iterat
         FSDP_CHECKPOINTS   checkpoint formats that only an FSDP has; no plan uses Megatron's FSDPs
 
     Args:
+        request: The command, the plan, and the layout of the command.
         wanted: Flag -> its values, for the flags of the plan.
     """
     if runs_already(request.candidate, request.layout):
@@ -209,6 +211,8 @@ def _wanted_keys(request: Request, launch: Launch, content: Mapping[str, Any]) -
     """Return the keys that the ds_config of a plan must have, joined by dots, with their values.
 
     Args:
+        request: The command, the plan, and the layout of the command.
+        launch: How the framework starts the plan, with its ds_config.
         content: The ds_config of the command; {} if there is none.
     """
     if runs_already(request.candidate, request.layout):

@@ -90,6 +90,7 @@ def _spanning_tree_bps(rates_bps: Mapping[tuple[int, int], float], clusters: ran
 
     Args:
         rates_bps: (from cluster, to cluster) -> bits/s.
+        clusters: Indices of the clusters.
     """
     in_tree = {0}
     tree_bps = []
@@ -111,7 +112,9 @@ def _rates_into(
     uplink to the WAN.
 
     Args:
+        network: Nodes, and the network between the clusters.
         rates_bps: (from cluster, to cluster) -> bits/s.
+        clusters: Indices of the clusters.
 
     Returns:
         A list for each number of peers. Item n - 1 has the rate from n peers of every cluster,

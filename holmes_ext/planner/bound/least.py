@@ -418,6 +418,8 @@ class StepLowerBound(PassBounds):
         and the longest update (optimizer step and weight gather) of all stages.
 
         Args:
+            stage: Number of the stage.
+            layers: Layers of the stage.
             update_s: Least seconds of the longest update.
         """
         after = self.after_backward[stage]

@@ -72,6 +72,8 @@ def fold(text: str, width: float, size: float = MEDIUM) -> str:
     """Return a text with line breaks, so that its lines fit a chart of `width` inches.
 
     Args:
+        text: The text.
+        width: Of the chart, in inches.
         size: Of the text, in points.
     """
     letters = int(width * _POINTS_PER_INCH / (_LETTER_WIDTH * size))

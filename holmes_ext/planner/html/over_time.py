@@ -68,6 +68,8 @@ def _draw_plan(
     """Draw the band, the name and the step times of a plan.
 
     Args:
+        axis: Axes to draw on.
+        plan: The plan, with its steps.
         number: Index of the plan; bands of neighbours differ in their shade.
         next_step: First step of the next plan.
         shown_steps: First and last step on the axis.

@@ -56,6 +56,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], strong: int | None
     """Return a table of plain texts; columns with a number are flush right.
 
     Args:
+        head: Names of the columns.
+        rows: Texts of each row.
         strong: Index of a row in bold, -1 for the last.
     """
     texts = list(rows)

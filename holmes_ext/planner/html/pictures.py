@@ -133,6 +133,8 @@ def write(figure: Any, path: str | Path, advice: str) -> Path:
     """Write a figure to a file in the format of its suffix, and close the figure.
 
     Args:
+        figure: The figure.
+        path: The file.
         advice: Advice in the error message.
 
     Raises:

@@ -187,6 +187,7 @@ def seconds(by_plan: Mapping[str, Mapping[str, float]], width: float = WIDE) -> 
 
     Args:
         by_plan: Name of the plan -> cause -> seconds.
+        width: Of the figure, in inches.
     """
     plt = pyplot()
     longest_s = max(sum(causes.values()) for causes in by_plan.values())

@@ -151,7 +151,9 @@ def _ends_reason(costs: StageCosts, layer_s: float, stage: int) -> Iterator[str]
     """Yield a sentence if a stage's embedding or output layer takes long, compared with a block.
 
     Args:
+        costs: Costs of the plan.
         layer_s: Seconds of a micro-batch in a block of the stage.
+        stage: Number of the stage.
     """
     if stage == 0:
         name = "the embedding"
@@ -189,7 +191,9 @@ def _messages_reason(costs: StageCosts, layer_s: float, stage: int) -> Iterator[
     is this stage.
 
     Args:
+        costs: Costs of the plan.
         layer_s: Seconds of a micro-batch in a block of the stage.
+        stage: Number of the stage.
     """
     transfers = []  # of a block's activation, over the links to the neighbours
     if stage > 0:

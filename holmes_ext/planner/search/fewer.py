@@ -290,6 +290,7 @@ def _components(
     Example: clusters 0, 1 and 2, and only the link between 0 and 2 is fast enough -> {0, 2}, {1}
 
     Args:
+        clusters: Indices of the clusters.
         rates_bps: (cluster, cluster) -> bits/s.
         least_bps: Least rate of a link that counts.
     """

@@ -279,6 +279,7 @@ class SearchResult:
         """Return the times and the memory of a candidate's stages.
 
         Args:
+            candidate: The plan.
             sharded: Include the collectives of ZeRO 2 and 3 in the passes.
         """
         prices = self.prices(candidate.shape, candidate.flat)
@@ -290,6 +291,8 @@ class SearchResult:
         """Return the plan of a shape, a placement and a split, with its step by the closed form.
 
         Args:
+            shape: Parallel sizes, micro-batch, recomputation and ZeRO stage.
+            placement: Nodes of each stage.
             split: Layers of each stage.
             flat: Without hierarchical all-reduce.
         """
@@ -340,6 +343,7 @@ class SearchResult:
         and reductions overlap as in the framework.
 
         Args:
+            shape: Parallel sizes, micro-batch, recomputation and ZeRO stage.
             split: Layers of each stage; () for the same number on every stage.
             order: Order of the parallel axes in the ranks.
         """

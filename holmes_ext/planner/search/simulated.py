@@ -110,6 +110,8 @@ def job_of(
     The framework's own schedule of a breadth-first candidate is breadth-first, too.
 
     Args:
+        result: The search, with the network, the model and the rules.
+        candidate: The plan.
         hide_stage_links: Whether to simulate the candidate's schedule; it may hide the links between
             stages. False: the framework's own schedule, which does not hide them.
         in_flight: Warm-up depth of each stage, instead of the candidate's; () for the candidate's.
@@ -245,6 +247,7 @@ def with_passes(result: SearchResult, end: float = inf) -> SearchResult:
     schedules.
 
     Args:
+        result: The search, with simulated plans.
         end: Moment of time.monotonic() after which no further candidate is tried.
     """
     simulated_plans = [

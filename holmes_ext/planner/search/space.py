@@ -114,6 +114,7 @@ def _check_value(name: str, value: Any) -> None:
 
     Args:
         name: Name of the limit (NAMES).
+        value: The value.
     """
     choices = {
         "recompute": RECOMPUTE,

@@ -135,6 +135,7 @@ def _causes_by_plan(
     """Return the seconds of a step by cause: plan -> cause (a key of CAUSES) -> seconds.
 
     Args:
+        result: The search.
         best: The best plan: "holmes" in the result.
         layout: The user's layout: "yours" in the result. None if there is no layout, or if it is the
             best plan.
@@ -216,6 +217,7 @@ def best_stock(result: SearchResult, end: float = inf) -> Candidate | None:
     simulated, the plans that are fastest by the closed form are simulated, too.
 
     Args:
+        result: The search, with its candidates.
         end: Moment of time.monotonic() at which the simulations must have ended.
 
     Returns:

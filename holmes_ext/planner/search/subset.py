@@ -460,6 +460,7 @@ def _fill_clusters(idle: Counts, count: int, order: Sequence[int], multiple: int
 
     Args:
         idle: Idle nodes of each cluster.
+        count: Nodes of the subset.
         order: Indices of the clusters.
         multiple: Each cluster gets a multiple of this number of nodes; the remaining nodes are then taken
             from the first clusters that have idle nodes left.

@@ -155,6 +155,7 @@ def compared(result: SearchResult, limits: Limits) -> SearchResult:
     but other numbers of layers on the stages. Without a layout, the result does not change.
 
     Args:
+        result: The search, with the user's layout.
         limits: Limits of the user. A layout outside them is shown, but is not the best plan.
     """
     layout = result.user_layout
@@ -202,6 +203,7 @@ def _plan_of_command(job: Training, sizes: Sizes) -> Plan | None:
     """Return the plan of the command's --holmes-plan (the job will follow it); None without the flag.
 
     Args:
+        job: The training job, with its command line.
         sizes: Complete parallel sizes of the command.
 
     Raises:
@@ -288,6 +290,7 @@ def _check_even_chunks(shape: Shape, layers: tuple[int, ...]) -> None:
     for example 2,2,2,2 for two stages with two chunks each.
 
     Args:
+        shape: Parallel sizes, and the chunks of each stage.
         layers: Layers that --holmes-partition or a plan file lists; () if holmes is to choose them.
 
     Raises:

@@ -184,6 +184,8 @@ def show_launches(
     """Print how each framework starts a plan.
 
     Args:
+        screen: The terminal.
+        starts: Framework -> how to start the plan.
         print_command: Print the whole new command, too, if there is one.
     """
     lines_of = launch_lines(starts)

@@ -431,7 +431,7 @@ class Collectives:
 
         Args:
             pipeline_class: Number of the class of pipelines: all pipelines on equal nodes.
-            other: Receiving stage.
+            stage, other: Sending and receiving stage.
         """
         load = self.network.message(self.fold.stage_link(pipeline_class, stage, other))
         message = self.maker.message(load, NUMBER_BYTES)
