@@ -232,7 +232,8 @@ def _filled(costs: StageCosts, busy_totals: Sequence[Sequence[float]], limit_s: 
 def speeds(costs: StageCosts) -> tuple[float, ...]:
     """Return the speed S_i of every stage, in steps per second.
 
-    S_i is the speed of a job with a uniform partition whose stages are all like stage i.
+    S_i is the speed of a job with a uniform partition whose stages are all like stage i. Messages
+    between its stages take no time.
     """
     count = costs.stages
     free_transfer = ((0.0,) * len(costs.repeats),) * count
@@ -240,6 +241,7 @@ def speeds(costs: StageCosts) -> tuple[float, ...]:
     speed_of = {}  # costs of a stage -> its speed, computed once for equal stages
     for stage in dict.fromkeys(stages):
         forward_s, backward_s, reduction_s, latency_s = stage
+        # The costs of the job whose stages are all like this one.
         equal_stages = replace(
             costs,
             forward_s=(forward_s,) * count,

@@ -308,7 +308,7 @@ def check_plan(plan: Plan, site: Site) -> Plan:
     Raises:
         HolmesError: The nodes, processes, clusters or rates differ.
     """
-    # The same nodes, in any order.
+    # The plan has to have the same nodes, in any order.
     reported = {node.name for node in site.nodes}
     planned = set(plan.nodes)
     if reported != planned:
@@ -321,6 +321,7 @@ def check_plan(plan: Plan, site: Site) -> Plan:
             problems.append(f"node {surplus[0]!r} reported but is not in the plan")
         way_out = "make the plan for these nodes with `holmes plan`"
         raise HolmesError(f"{plan.source}: key 'nodes': {'; '.join(problems)}; {way_out}")
+    # Each node has to have as many processes.
     world_sizes = f"(world size {plan.world_size} in the plan, {site.world_size} here)"
     for node in site.nodes:
         planned_processes = plan.processes_on(node.name)
@@ -335,6 +336,7 @@ def check_plan(plan: Plan, site: Site) -> Plan:
             f"{plan.source}: key 'processes' is {plan.processes}, but {site.processes} were started on each "
             f"node {world_sizes}"
         )
+    # The digest covers the clusters of the nodes, and the rates of their networks.
     if plan.site_digest != site.digest:
         made_for = (
             f"made for other clusters or rates than {site.source}; make it again with `holmes plan`"

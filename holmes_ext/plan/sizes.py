@@ -321,11 +321,15 @@ def tied_sums(sizes: Sizes) -> list[tuple[int, ...]]:
     Args:
         sizes: Parallel sizes, with the data size.
     """
+    # Ranks with the same part of the weight in a stage are a data-parallel group.
     group_of = {rank: group for group in groups(sizes, "data") for rank in group}
+    # The groups of the first and the last stage that belong together: pipelines connect them.
     ends = {(group_of[ranks[0]], group_of[ranks[-1]]) for ranks in groups(sizes, "pipeline")}
-    return [
-        tuple(rank for pair in zip(first, last) for rank in pair) for first, last in sorted(ends)
-    ]
+    result = []
+    for first, last in sorted(ends):
+        pairs = zip(first, last)
+        result.append(tuple(rank for pair in pairs for rank in pair))
+    return result
 
 
 def sizes_text(sizes: Sizes) -> str:

@@ -347,8 +347,7 @@ def walked_ends(
 ) -> list[float]:
     """Return when each stage ends its last backward pass, calculated pass by pass.
 
-    A pass starts after the pass before it on its stage, and after the message that it needs has arrived. Each
-    stage has a single chunk.
+    A pass starts when its stage is free and its message has arrived. Each stage has a single chunk.
 
     Args:
         forward: Seconds of a forward pass, by stage.
@@ -399,6 +398,7 @@ def walked_ends(
         for first, final in nics
     }
     for stage in reversed(range(last)):
+        # If the next stage ends later, so does this one: its last gradient arrives later.
         after_s = clock[stage + 1] + transfer[stage] + backward[stage]
         clock[stage] = max(clock[stage], after_s, least_end.get(stage, 0.0))
     return clock
