@@ -204,6 +204,8 @@ def _deepspeed_1f1b(neighbours: _Neighbours, micro_batches: int) -> Iterator[Op]
     stages = neighbours.stages
     to_send: list[Message] = []  # output of the step before
     for step in range(2 * (micro_batches + neighbours.last_virtual_stage)):
+        # The forward pass of micro-batch m is in slot stage + 2 m, its backward pass in slot
+        # 2 stages - stage - 1 + 2 m.
         is_forward = step % 2 == stage % 2
         if is_forward:
             micro_batch = (step - stage) // 2
