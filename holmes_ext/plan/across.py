@@ -1,11 +1,14 @@
-r"""Algorithms that add up the sums of whole clusters: which cluster sends how much to which, in which order.
+r"""Algorithms for the step of a hierarchical all-reduce that sums gradients between clusters.
 
-    direct   every cluster sends each other cluster one part, then its sum of one part     2 rounds
+Each cluster has already summed the gradients of its ranks. The algorithms add up these sums. They differ
+in the amount that each cluster sends to each other cluster, and in the order of the messages:
+
+    direct   every cluster sends each other cluster a part, then its sum of a part         2 rounds
     ring     parts go around the clusters twice, in an order                               2 (C - 1) rounds
     tree     sums go up a tree of clusters to its root, and the total comes down again     2 x depth rounds
 
 C is the number of clusters, and a part is 1 / C of the bytes. In the first round of direct, cluster i gets
-part i of all others and adds them up. In the second one, it sends this sum to all others. So each link
+part i of all others and adds them up. In the second round, it sends this sum to all others. So each link
 carries 1 / C of the bytes per round, in each direction. A tree does not use all links: a tree with root b
 leaves the slow link of this example idle:
 
@@ -29,12 +32,12 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-#: Largest number of clusters for which every order of a ring is tried.
+#: Largest number of clusters in a ring or chain for which every order is tried.
 ALL_ORDERS = 7
 
 
 def hop_loads(wan: Wan, pairs: Mapping[Pair, float]) -> dict[Hop, float]:
-    """Return the load of each link between clusters.
+    """Return the load of each link between clusters, which carries the load of all pairs routed over it.
 
     Args:
         wan: Network between the clusters.
@@ -48,9 +51,13 @@ def hop_loads(wan: Wan, pairs: Mapping[Pair, float]) -> dict[Hop, float]:
 
 
 def ways_across(wan: Wan, names: Sequence[str]) -> tuple[CrossClusterAlgorithm, ...]:
-    """Return the algorithms that are worth pricing for these clusters, direct first.
+    """Return the algorithms that are worth pricing for these clusters, "direct" first.
 
-    If the links between clusters differ, these include the best ring and several trees.
+    If the links between clusters differ, the result includes the best ring and several trees.
+
+    Args:
+        wan: Network between the clusters.
+        names: Names of the clusters.
     """
     if wan and len(names) > 1:
         return _ways(wan, tuple(names))
@@ -59,6 +66,7 @@ def ways_across(wan: Wan, names: Sequence[str]) -> tuple[CrossClusterAlgorithm, 
 
 @lru_cache(maxsize=256)
 def _ways(wan: Wan, names: tuple[str, ...]) -> tuple[CrossClusterAlgorithm, ...]:
+    """Return direct exchanges, the cheapest ring, and the distinct trees from every root, in this order."""
     ring = best_order(names, wan.cost, closed=True)
     trees = dict.fromkeys(tree for root in names for tree in _trees(root, names, ring, wan.cost))
     return (CrossClusterAlgorithm("direct", names), CrossClusterAlgorithm("ring", ring), *trees)
@@ -67,22 +75,24 @@ def _ways(wan: Wan, names: tuple[str, ...]) -> tuple[CrossClusterAlgorithm, ...]
 def best_order(
     names: Sequence[T], cost: Callable[[tuple[T, T]], tuple[float, float]], closed: bool = False
 ) -> tuple[T, ...]:
-    """Return the names in the order with the cheapest worst link, then the least sum of all links.
+    """Return the names in the order whose most expensive link between neighbours is cheapest.
 
-    With more than ALL_ORDERS names the order is improved by 2-opt (Croes 1958), and may not be the best.
+    Of several such orders, it is the one with the least sum of all links. With more than ALL_ORDERS
+    names the order is improved by 2-opt (Croes 1958), and may not be the best.
 
     Args:
         names: Clusters, or other nodes of a complete graph.
-        cost: Returns two numbers for a link; the second one decides between equal first ones.
+        cost: Returns two numbers for a link; the second decides between links with equal first numbers.
         closed: Whether the order is a ring; else it is a chain.
     """
 
     def total(order: Sequence[T]) -> tuple[float, float, float]:
         """Return the cost of an order: first number of its worst link, then sums of both numbers."""
-        pairs = neighbours(order) if closed else list(zip(order, order[1:]))
-        costs = [cost(pair) for pair in pairs]
-        worst = max(first for first, _ in costs)
-        return worst, sum(first for first, _ in costs), sum(second for _, second in costs)
+        links = neighbours(order) if closed else list(zip(order, order[1:]))
+        costs = [cost(link) for link in links]
+        first_numbers = [first for first, _ in costs]
+        second_numbers = [second for _, second in costs]
+        return max(first_numbers), sum(first_numbers), sum(second_numbers)
 
     if len(names) > ALL_ORDERS:
         return _two_opt(_nearest_neighbours(names, cost), total, closed)
@@ -95,7 +105,7 @@ def best_order(
 def _nearest_neighbours(
     names: Sequence[T], cost: Callable[[tuple[T, T]], tuple[float, float]]
 ) -> list[T]:
-    """Return the names in an order in which the cheapest link leads to each next name."""
+    """Return the names in an order that follows, from each name, the cheapest link to a new name."""
     order = [names[0]]
     while remaining := [name for name in names if name not in order]:
         order.append(min(remaining, key=lambda name: cost((order[-1], name))))
@@ -105,11 +115,11 @@ def _nearest_neighbours(
 def _two_opt(
     order: list[T], total: Callable[[Sequence[T]], tuple[float, float, float]], closed: bool
 ) -> tuple[T, ...]:
-    """Return the order after reversing parts of it while that reduces its cost.
+    """Return the order after reversing parts of it as long as that reduces its cost.
 
     Args:
         order: Order to begin with.
-        total: Returns the cost of an order, as numbers that are compared one after the other.
+        total: Returns the cost of an order as a tuple; the first number that differs decides.
         closed: Whether the order is a ring; else it is a chain.
     """
     first_low = 1 if closed else 0  # a ring may begin anywhere, so its first name stays
@@ -167,10 +177,11 @@ def distinct_orders(counts: Mapping[T, int]) -> Iterator[tuple[T, ...]]:
     order = [number for number, key in enumerate(keys) for _ in range(counts[key])]
     while True:
         yield tuple(keys[number] for number in order)
+        # Positions of items that are smaller than their successor, from the right.
         ascents = (i for i in reversed(range(len(order) - 1)) if order[i] < order[i + 1])
         pivot = next(ascents, None)
         if pivot is None:
-            return
+            return  # the items descend: this was the last permutation
         greater = next(i for i in reversed(range(len(order))) if order[i] > order[pivot])
         order[pivot], order[greater] = order[greater], order[pivot]
         order[pivot + 1 :] = reversed(order[pivot + 1 :])
@@ -187,10 +198,10 @@ def _trees(
     Args:
         root: Cluster at the root.
         names: All clusters.
-        ring: The clusters in the order of the best ring, which the chain follows.
-        cost: Returns two numbers for a link; the second one decides between equal first ones.
+        ring: The clusters in the order of the best ring; the chain follows it.
+        cost: Returns two numbers for a link; the second decides between links with equal first numbers.
     """
-    # The minimum spanning tree: the cheapest link from the tree to a cluster outside it, one by one.
+    # The minimum spanning tree: repeatedly add the cheapest link from the tree to a cluster outside it.
     order = [root]
     parents = [""]  # the root has none
     while remaining := [name for name in names if name not in order]:

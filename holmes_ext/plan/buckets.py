@@ -22,8 +22,8 @@ FEWEST = 8
 LARGEST_BYTES = 256 * 2**20
 LATENCY_SHARE = 0.1
 #: Largest number of buckets on a GPU that have separate memory at the same time: filled, reduced (a
-#: hierarchical all-reduce has three steps), stored. The reducer fills no further bucket before the first
-#: one is stored.
+#: hierarchical all-reduce has three steps), stored. The reducer (runtime/reduce/) fills no further bucket
+#: before the first of these is stored.
 BUCKETS_IN_FLIGHT = 4
 
 
@@ -118,9 +118,8 @@ def chunk_bytes(ranks: int, direct: bool) -> int:
     """Return the size of a chunk of a hierarchical all-reduce, in bytes.
 
     The ranks of a cluster divide a chunk to send it to other clusters, so it grows with their
-    number: each sends CHUNK_SHARE_BYTES at a time. NCCL's collectives also have a least size, to
-    reach the rate of a network, and a largest one. gloo's messages are as large as the share of one
-    rank, so they need neither.
+    number: each sends CHUNK_SHARE_BYTES at a time. For NCCL's collectives, the result also stays within
+    NCCL_CHUNK_BYTES. gloo's messages are as large as the share of a rank, so they need no such limits.
 
     Args:
         ranks: Number of ranks of the group in the smallest cluster.
@@ -134,9 +133,9 @@ def chunk_bytes(ranks: int, direct: bool) -> int:
 
 
 def chunks_of(size: float, chunk_bytes: float) -> int:
-    """Return the number of chunks of a sum of `size` bytes: size / chunk_bytes rounded down, at least 1.
+    """Return the number of chunks of `size` bytes of gradients: size / chunk_bytes rounded down, at least 1.
 
     All chunks then have the same size, chunk_bytes or somewhat more. A separate chunk for the
-    remainder would cost nearly as much as a whole one.
+    remainder would cost nearly as much as a whole chunk.
     """
     return max(1, int(size // chunk_bytes))

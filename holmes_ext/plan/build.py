@@ -51,9 +51,10 @@ def build_plan(
 
     Args:
         site: Nodes and fabrics.
-        sizes: Parallel sizes. With None, only the order of the nodes is planned, and the group of all ranks.
+        sizes: Parallel sizes. None: not known; only the order of the nodes and the group of all ranks are
+            planned.
         workload: Work of a rank, if no model is given.
-        partition: How layers are distributed over stages, one of plan/partition.py's METHODS; "uniform"
+        partition: Method that distributes layers over stages (METHODS of plan/partition.py). "uniform"
             leaves that to the framework.
         model: The model.
         alpha: Factor of the partition "speed".
@@ -68,6 +69,7 @@ def build_plan(
     Raises:
         HolmesError: The sizes do not multiply to the world size, or the partition is not possible.
     """
+    # The arguments: a profile has sizes and a workload, too.
     if profile is not None:
         check_profile(profile, site, sizes, model)
         sizes = sizes or profile.sizes
@@ -79,6 +81,7 @@ def build_plan(
     nodes = tuple(node.name for node in site.nodes)
     plan = Plan(site.digest, nodes, site.processes, processes_of=site.processes_of)
     if sizes is None:
+        # The stages are not known, so only the order of the nodes can be planned: the fastest first.
         plan = replace(
             plan,
             nodes=fastest_first(network),
@@ -90,6 +93,7 @@ def build_plan(
     if workload is None and model is not None:
         workload = model.workload(sizes)
         basis = model.source
+    # The order of the nodes.
     rules = rules_of(engine, options)
     if workload is None:
         # Without a workload neither the micro-batches that hide stage links nor the memory is known.
@@ -97,8 +101,9 @@ def build_plan(
     prices = Prices(network, RankModel.of_workload(workload or Workload(), sizes), rules)
     placement = place(prices, sizes)
     predicted = _predicted(prices, placement)
+    # The layers of each stage, and predictions that know them.
     split = tuple(stage_layers)
-    loads: tuple[StageLoad, ...] = ()
+    loads: tuple[StageLoad, ...] = ()  # work of each stage
     if stage_layers:
         partition = "explicit"
     elif model is not None or profile is not None:
@@ -121,6 +126,7 @@ def build_plan(
         predicted=predicted,
     )
     basis = basis or (NOMINAL if workload is None else "given")
+    # How each group and stage communicates.
     return derive_traffic(plan, site, options, links, workload, basis, engine)
 
 
@@ -135,7 +141,13 @@ def _predicted(prices: Prices, placement: Placement) -> dict[str, float]:
 
 
 def _stock_step(prices: Prices, job: RankModel, sizes: Sizes) -> Estimate:
-    """Return the step of a model without holmes, with a uniform partition."""
+    """Return the step of a model without holmes, with a uniform partition.
+
+    Args:
+        prices: Prices with holmes; only the site and its rates are used.
+        job: The model, with all its layers.
+        sizes: Parallel sizes.
+    """
     network, placement = _stock(prices, sizes)
     costs = price(network, placement, job)
     return predict(costs, uniform(costs.blocks, costs.stages))
@@ -160,13 +172,13 @@ def costs_of(
 ) -> StageCosts:
     """Return the costs of every layer on every stage, measured or predicted.
 
-    Times come from the profile if there is one, else from the model. Memory always comes from the model.
+    Times come from the profile if it is given, else from the model. Memory always comes from the model.
 
     Args:
-        prices: Prices of the job; its network, and its rules (what the framework and holmes can do), count.
+        prices: Prices of the job; only its network and rules (abilities of framework and holmes) are used.
         placement: Nodes of each stage.
         model: The model; None: not known.
-        profile: Measured times; None: there are none. Either model or profile is given.
+        profile: Measured times; None: there are none. At least one of model and profile is given.
         overlap: Whether gradients are reduced during the last backward pass.
 
     Raises:
@@ -192,8 +204,8 @@ def costs_of(
         costs = replace(costs, link_load_s=None)
     if predicted is None:
         return costs  # without a model nothing is known of the memory
-    # Predicted costs have one number for each kind of layer (embedding, block, output), measured ones
-    # for each layer. by_layer() repeats the number of a kind for all of its layers.
+    # Predicted costs have a number for each kind of layer (embedding, block, output), measured costs for
+    # each layer. by_layer() repeats the number of a kind for all of its layers.
     return replace(
         costs,
         state_bytes=tuple(predicted.by_layer(predicted.state_bytes)),
@@ -212,7 +224,7 @@ def _check_partition(
     layers need the number of stages only; a method also needs the model.
 
     Args:
-        partition: Name of the method, one of METHODS; not used if `stage_layers` is given.
+        partition: Name of the method (METHODS); not used if `stage_layers` is given.
         sizes: Parallel sizes; None: not known.
         model: The model, or its measured times; None: not known.
         stage_layers: Layers of each stage that the user lists; empty: the method computes them.

@@ -47,7 +47,7 @@ from holmes_ext.plan.workload import StageLoad, Workload, passes_s
 
 #: Bucket size of a group inside a node: bucket_cap_mb of torch's DistributedDataParallel.
 INSIDE_BYTES = 25 * 2**20
-#: Larger sums are reduced like one of this size.
+#: Larger sums of gradients are reduced as if they had this size.
 LARGE_BYTES = float(2**30)
 
 
@@ -60,11 +60,11 @@ class LinkTimes(NamedTuple):
 
 
 class Decisions:
-    """Decisions of a plan for the groups that one network API carries.
+    """Decisions of a plan for the groups that communicate through the same network API.
 
     Args:
         plan: The plan.
-        network_api: "verbs" (NCCL's groups) or "sockets" (gloo's groups).
+        network_api: Interface to the NICs: "verbs" (NCCL's groups) or "sockets" (gloo's groups).
         site: The plan's networks as this network API reaches them.
         options: Options of the user.
         engine: Abilities of the training engine.
@@ -82,7 +82,7 @@ class Decisions:
         self.network = Network(site)
         self.placement = self.network.placement(plan.nodes, sizes)
         rules = rules_of(engine, options, direct=network_api == SOCKETS)
-        # A workload has no size of the tied weight. Assume one so large that latency is negligible.
+        # A workload has no size of the tied weight. Assume so many bytes that latency is negligible.
         job = replace(RankModel.of_workload(plan.workload, sizes), tied_bytes=LARGE_BYTES)
         self.prices = Prices(self.network, job, rules)
 
@@ -125,8 +125,8 @@ class Decisions:
             return (True,) * sizes.pipeline  # the engine does it, with or without the option
         if options.overlap != "auto" or not is_possible:
             return (options.overlap == "on" and is_possible,) * sizes.pipeline
-        # Without the tied weight's reduction, which runs after the backward pass in any case. The job has
-        # one block for each stage. `exposed_s` is the part of `end_s` after the last backward pass.
+        # Leave out the tied weight's reduction: it runs after the backward pass in any case. The job has
+        # 1 block for each stage. `exposed_s` is the part of `end_s` after the last backward pass.
         costs = replace(self.prices.costs(self.placement), tied_s=0.0)
         step = estimate(costs, (1,) * costs.stages)
         first_backward_end_s = step.end_s[0] - step.exposed_s[0]
@@ -156,9 +156,9 @@ class Decisions:
             total_bytes: Bytes of all gradients; inf: not known.
         """
         family = family_of(self.placement, ranks)
-        # Larger sums, and those of unknown size, are reduced like one of LARGE_BYTES.
+        # Larger sums, and those of unknown size, are reduced as if they had LARGE_BYTES.
         reduced_bytes = min(total_bytes, LARGE_BYTES)
-        # A model with a single layer, which has all gradients.
+        # A model whose single layer has all gradients.
         job = replace(self.prices.job, reduced_bytes=(reduced_bytes,), repeats=(1,))
         prices = Prices(self.network, job, self.prices.rules)
         # No other group uses the links between clusters.
@@ -168,7 +168,7 @@ class Decisions:
     def _reduction(
         self, families: Sequence[FamilyReductions], overlap: bool, total_bytes: float
     ) -> ReductionSpec:
-        """Return how the groups of a stage sum their gradients: bucket size, and flat or hierarchical.
+        """Return how the groups of a stage sum gradients: bucket size, and a flat or hierarchical reduction.
 
         Args:
             families: Flat and hierarchical reduction, with prices, of each family of equal groups.
@@ -182,7 +182,7 @@ class Decisions:
         ]
         suitable_bytes = INSIDE_BYTES  # if no group leaves its node
         if fabrics:
-            # Faster ones are preferred.
+            # A faster fabric has a higher preference.
             slowest = min(fabrics, key=lambda fabric: fabric.preference)
             # All groups of a stage have equally many ranks.
             suitable_bytes = bucket_bytes(slowest, families[0].family.ranks, total_bytes)

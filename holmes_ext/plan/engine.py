@@ -1,4 +1,4 @@
-"""Traits of training engines, and the rules that follow from engine, options and network API.
+"""Traits of training engines (frameworks), and the methods that a job on such an engine may use.
 
     EngineTraits                        differences between engines; patches/ has a value for each engine
     rules_of(engine, options, direct)   -> Rules: assumptions of prices and decisions
@@ -17,13 +17,14 @@ from holmes_ext.errors import HolmesError
 if TYPE_CHECKING:
     from holmes_ext.options import Options
 
-#: How a stage waits for its sends and receives: for each operation by itself; for those of a pass
-#: together with the receives of the next pass; or receives are posted beforehand, and no stage waits for
-#: sends.
+#: How a pipeline stage waits for its sends and receives: for each operation by itself; for those of a
+#: pass together with the receives of the next pass; or receives are posted beforehand, and no stage waits
+#: for sends.
 SENDS = AWAITED, PAIRED, POSTED = "awaited", "paired", "posted"
-#: Abilities of holmes in an engine: reduce during the last backward pass; reduce hierarchically, also tied
-#: weights; have more micro-batches in flight; divide messages between stages among ranks; compress them;
-#: run the passes of a plan, with split backward passes.
+#: Abilities of holmes in an engine, in this order: reduce gradients during the last backward pass; reduce
+#: them hierarchically, also those of tied weights; have more micro-batches in flight; divide messages
+#: between stages among ranks; compress these messages; run the passes of a plan, with split backward
+#: passes.
 ABILITIES = (
     "overlap",
     "hierarchical",
@@ -40,8 +41,8 @@ class EngineTraits:
     """Behaviour of a training engine; the defaults are those of megatron-core and most other engines."""
 
     name: str = ""
-    sends: str = PAIRED  # one of SENDS
-    #: Whether the gradients' norm is summed over the pipeline before the optimizer.
+    sends: str = PAIRED  # a value of SENDS
+    #: Whether the gradients' norm is summed over the pipeline stages before the optimizer runs.
     norm: bool = True
     #: Whether the last stage's ranks average the loss at the end of a step.
     averages_loss: bool = False
@@ -63,13 +64,15 @@ class EngineTraits:
     features: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: dict.fromkeys(ABILITIES, ()), hash=False
     )
-    resplits: bool = True  # whether its checkpoints load if stages have other layers
+    resplits: bool = (
+        True  # whether its checkpoints still load if the layers of the stages have changed
+    )
     #: Choice of a search (NAMES of planner/search/space.py) -> values that the engine can run.
     limits: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     #: Further limits for models with experts (mixture of experts).
     limits_with_experts: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
-    #: ZeRO stages under which the engine itself reduces hierarchically, by flags that apply to all stages
-    #: on as many clusters. None: holmes does it, stage by stage.
+    #: ZeRO stages under which the engine itself reduces hierarchically. Its flags for this apply to all
+    #: pipeline stages on equally many clusters. None: holmes reduces, stage by stage.
     hierarchical_zero: tuple[int, ...] | None = None
     #: Whether it has schedules that run all micro-batches of a chunk before the next chunk (LoopedBFS).
     breadth_first: bool = False
@@ -95,12 +98,12 @@ class EngineTraits:
         return self.limits
 
     def can(self, ability: str, off: Collection[str] = ()) -> bool:
-        """Return whether the engine has an ability, if the features in `off` are disabled."""
+        """Return whether the engine has an ability, if the features of holmes in `off` are disabled."""
         return ability in self.features and not set(self.features[ability]) & set(off)
 
 
-#: Ways to sum gradients. "hierarchical" means every way but one ring over all ranks; ReductionSpec.across
-#: (plan/traffic.py) says how the sums of whole clusters are added up.
+#: Ways to sum gradients. "flat" is a single ring over all ranks, "hierarchical" every other way;
+#: ReductionSpec.across (plan/traffic.py) says how the sums of whole clusters are added up.
 FLAT, HIERARCHICAL = REDUCTIONS = "flat", "hierarchical"
 
 
@@ -131,7 +134,9 @@ class Rules:
     tied: bool = True  # whether tied weights may be reduced hierarchically
     compression: str = "off"  # of activations on the slow network: "off", "bf16" or "int8"
     memory_bytes: float = 0.0  # limit for every GPU; 0: the GPUs' memory
-    same_reductions: bool = False  # whether all stages on as many clusters reduce in the same way
+    same_reductions: bool = (
+        False  # whether all stages on equally many clusters reduce in the same way
+    )
 
 
 def rules_of(engine: EngineTraits, options: Options, direct: bool = False, **more: Any) -> Rules:
@@ -149,11 +154,11 @@ def rules_of(engine: EngineTraits, options: Options, direct: bool = False, **mor
     """
 
     def can(ability: str) -> bool:
+        """Return whether the engine has an ability, and the user has not turned it off."""
         return engine.can(ability, off=options.off)
 
     compression = options.compress_activations if can("compressed-activations") else "off"
-    # Not if the engine reduces hierarchically itself (its own flags): holmes then only prices flat
-    # rings.
+    # If the engine itself reduces hierarchically (hierarchical_zero), holmes only prices flat rings.
     is_hierarchical = can("hierarchical") and engine.hierarchical_zero is None
 
     return Rules(

@@ -1,14 +1,16 @@
-"""Two files about experts: tokens that a router sent to them, and the rank that holds each of them.
+"""Files about a model's experts (mixture of experts): tokens that a router sent to each, and their ranks.
 
-The token counts of a router's log have one of these forms:
+The first file has the token counts of a router's log, in any of these forms:
 
     {"version": 1, "rows": "rank", "counts": [[812, 5, ...], ...]}
         Row r, column e: tokens of rank r that go to expert e.
     {"version": 1, "rows": "expert", "counts": [[0, 31, ...], ...]}
         Row i, column j: tokens that go to both experts i and j. Experts that share many tokens are best
-        placed on one rank or node.
+        placed on the same rank or node.
     {"version": 1, "rows": "rank", "layers": {"2": [[...], ...]}}
         A table for each MoE layer (counted from 1).
+
+The second file has the order of the experts on the ranks (ExpertOrder).
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _MADE_BY = "`holmes plan --experts TRAFFIC --experts-output FILE` writes one"
 
 @dataclass(frozen=True)
 class Counts:
-    """Tokens that go to each expert."""
+    """Table of the tokens that go to each expert."""
 
     rows: str  # RANK or EXPERT: the meaning of a row
     #: [ranks or experts, experts] tokens.
@@ -45,7 +47,7 @@ class Counts:
     def __post_init__(self) -> None:
         """Raise HolmesError if the table of token counts has a bad shape or a bad number.
 
-        All rows need equally many numbers, one for each expert. If the rows stand for experts too,
+        All rows need a number for each expert. If the rows stand for experts too,
         the table must be square. Numbers must be 0 or more, and finite.
         """
         width = len(self.table[0]) if self.table else 0
@@ -67,10 +69,11 @@ class Counts:
         return len(self.table[0])
 
     def folded(self, ranks: int) -> tuple[tuple[float, ...], ...]:
-        """Return the tokens of all expert-parallel groups together, as a table [ranks, experts].
+        """Return the tokens of all expert-parallel groups added up, as a table [ranks, experts].
 
         Args:
-            ranks: Number of ranks of an expert-parallel group. Row r is the sum of all rows r, r + ranks, ...
+            ranks: Number of ranks of an expert-parallel group. Row r of the result is the sum of the rows
+                r, r + ranks, r + 2 ranks, ... of this table.
 
         Raises:
             HolmesError: The number of rows is not a multiple of `ranks`.
@@ -110,10 +113,10 @@ def load_traffic(path: str | Path) -> dict[int, Counts]:
 
 
 def _layers(top: Table, alone: str) -> dict[int, tuple[str, Any]]:
-    """Return the lists of a JSON file by layer, if it has one for all layers or one for each.
+    """Return the lists of a JSON file by layer; a single list may stand for all layers.
 
-    For alone="counts", {"counts": [1, 2]} has a list for all layers, and {"layers": {"3": [1, 2]}}
-    one for layer 3. These become {ALL_LAYERS: (name, [1, 2])} and {3: (name, [1, 2])}.
+    For alone="counts", {"counts": [1, 2]} has a list for all layers, and {"layers": {"3": [1, 2]}} has
+    a list for layer 3. The results are {ALL_LAYERS: (name, [1, 2])} and {3: (name, [1, 2])}.
 
     Args:
         top: Content of the file.
@@ -151,10 +154,10 @@ def _numbers(table: list[Any]) -> tuple[tuple[float, ...], ...]:
 
 @dataclass(frozen=True)
 class ExpertOrder:
-    """Experts that each rank of an expert-parallel group holds."""
+    """Experts that each rank of an expert-parallel group holds, by layer."""
 
     ranks: int
-    #: Number of the layer (ALL_LAYERS: all) -> experts in the order of the ranks; each rank has as many.
+    #: Number of the layer (ALL_LAYERS: all) -> experts in the order of the ranks, equally many on each.
     layers: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -193,8 +196,8 @@ def load_order(path: str | Path) -> ExpertOrder:
     top = load_json(path, _MADE_BY)
     top.version(1)
     ranks = top.take("ranks", int)
-    # Number of the layer -> its experts in the order of the ranks. ALL_LAYERS (0) is the key if the file has
-    # one order for all layers. _layers() also returns the name of each key, which is not needed here.
+    # Number of the layer -> its experts in the order of the ranks. ALL_LAYERS (0) is the key if the file
+    # has a single order for all layers. The names that _layers() also returns are not needed here.
     orders: dict[int, Sequence[Any]] = {
         number: order for number, (_, order) in _layers(top, "order").items()
     }

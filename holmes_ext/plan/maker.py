@@ -51,12 +51,12 @@ class PlanRequest:
     spec: SiteSpec | None = None  # of --holmes-cluster, set by read_files()
     plan: Plan | None = None  # of --holmes-plan, set by read_files()
     digests: dict[str, str] = field(default_factory=dict)  # name for messages -> digest of a file
-    counted: bool = True  # whether nodes must start as many processes as cluster.toml says
+    counted: bool = True  # whether nodes must start the number of processes that cluster.toml gives
 
     def read_files(self) -> None:
         """Load the cluster, plan and model files that the options name into this request's fields.
 
-        `spec`, `plan` and `model` get the content, and `digests` a hash of each file. An option
+        `spec`, `plan` and `model` get the parsed files, and `digests` a hash of each file. An option
         that is not set leaves its field as it is.
 
         Raises:
@@ -98,7 +98,7 @@ class PlanRequest:
         model = self.model
         engine = self.engine
         spec = part_of(self.spec, nodes) if self.spec is not None else None  # of these nodes only
-        # self.counted: whether nodes must have as many processes as cluster.toml says.
+        # self.counted: whether nodes must have the number of processes that cluster.toml gives.
         site = resolve_site(nodes, spec, options.fallback == "ethernet", self.counted)
         links = Links.of_spec(spec) if spec is not None else Links()
         sizes = None
@@ -112,7 +112,7 @@ class PlanRequest:
             # with_loads adds each stage's work and the order of passes, if the plan lacks them.
             return site, with_loads(plan, options, model, engine)
         # `model_options`: arguments of build_plan that describe the model and its partition. If the user
-        # names a model file, or an option needs one, the plan has predictions for the model.
+        # names a model file, or an option needs a model, the plan has predictions for it.
         if options.model or options.needs_model:
             model_options: dict[str, Any] = {
                 "partition": options.partition,
@@ -173,7 +173,14 @@ class PlanRequest:
 
 
 def on_ports(plan: Plan, site: Site, options: Options, *, engine: EngineTraits) -> Plan:
-    """Return the plan for the ports that still work, which are those of `site`."""
+    """Return the plan for the ports that still work, which are those of `site`.
+
+    Args:
+        plan: The plan.
+        site: Nodes with the ports that work.
+        options: Options of the user.
+        engine: Abilities of the training engine.
+    """
     return derive_traffic(plan, site, options, engine=engine)
 
 
@@ -212,7 +219,7 @@ def complete_plan(
 def with_loads(
     plan: Plan, options: Options, model: Model | None, engine: EngineTraits = EngineTraits()
 ) -> Plan:
-    """Return `plan` with the work of each stage (`loads`), and the order of passes that follows from it.
+    """Return `plan` with the work of each stage (`loads`), and the order of passes computed from it.
 
     The plan stays as it is if it has the loads, if the model is not known, or if the framework will refuse
     the sizes.
@@ -227,7 +234,7 @@ def with_loads(
     if plan.loads or model is None or sizes is None:
         return plan
     if workload_of(model, sizes) is None:
-        return plan  # the batch does not divide evenly, which the framework refuses
+        return plan  # the framework refuses a batch that does not divide evenly
     if model.layers < sizes.pipeline:
         return plan  # the framework refuses a stage without layers
     network = Network(site_of(plan))
@@ -240,9 +247,9 @@ def with_loads(
         layers = uniform(model.layers, costs.stages)
     # The loads contain computation and memory only, so they do not depend on engine and options.
     plan = replace(plan, loads=costs.loads(layers))
-    # plan.traffic has the decisions for each network API, or one entry for several if they are equal.
-    # So the first network API of an entry stands for all of them. with_order() returns `decided`,
-    # the existing decisions, with a new order of passes, which it computes from the new loads.
+    # plan.traffic has an entry with the decisions for each network API, or a single entry if they are
+    # equal for both. So the first network API of an entry stands for all of its network APIs.
+    # with_order() returns the existing decisions with an order of passes computed from the new loads.
     traffic = []
     for decided in plan.traffic:
         network_api = decided.network_apis[0]
@@ -328,10 +335,10 @@ def advice_on_spanning(plan: Plan, site: Site, sizes: Sizes, instances: int) -> 
             slice first (its option --num-distributed-optimizer-instances).
 
     Returns:
-        "" if no group spans, or if the line at the start of the job has said so.
+        "" if no group spans, or if the job has already printed such a line at its start.
     """
     spanning_groups = spanning(plan, sizes, instances)
-    # The start prints such a line for the planned sizes; for other groups it has not been printed.
+    # At its start a job prints such a line for the planned sizes only.
     was_printed_at_start = plan.sizes == sizes and instances == 1
     if not spanning_groups or was_printed_at_start:
         return ""
@@ -363,7 +370,7 @@ def advice_on_spanning(plan: Plan, site: Site, sizes: Sizes, instances: int) -> 
 
 
 def spanning(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
-    """Return kind of group -> how many groups must use Ethernet though a node has a faster fabric.
+    """Return how many groups must use Ethernet although a node of theirs has a faster fabric, by kind.
 
     The nodes of such a group are on different fast networks ("the group spans networks"). Kinds:
     "data", "tensor", "context", "expert"; kinds without such a group are left out.
@@ -372,7 +379,7 @@ def spanning(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
         plan: The plan of the job.
         sizes: Parallel sizes, with the data size.
         instances: Number of slices of each data-parallel group within which megatron-core reduces first.
-            With more than one, the slices count instead of the whole groups.
+            With more than 1, the slices count instead of the whole groups.
     """
     result = {}
     for kind in INSIDE:
@@ -391,4 +398,5 @@ def spanning(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
 
 
 def _counts(spanning_groups: dict[str, int]) -> str:
+    """Return the numbers of groups as text, such as "2 data groups, 1 tensor group"."""
     return ", ".join(counted(count, f"{kind} group") for kind, count in spanning_groups.items())

@@ -4,14 +4,14 @@ With N layers and p stages, the methods are:
 
     uniform     N / p each; the first N mod p stages get one more (DeepSpeed's and Megatron's rule)
     speed       floor(alpha N S_i / sum of S) (Holmes, arXiv 2312.03549), where S_i is the speed of
-                stage i: steps per second of a job that has only stages like this one
+                stage i: steps per second of a job whose stages are all like stage i
     balanced    the split of the layers with the shortest predicted step
 
-The paper on `speed` leaves the remainder open. Here, layers that are left go one by one to the stage that
+The paper on `speed` leaves the remainder open. Here, each layer that is left goes to the stage that
 lost most by rounding; layers that are too many (alpha > 1) are taken from the slowest stages.
 
 `balanced` tries all splits if they are few. Otherwise it begins with uniform, speed and the split
-with the fastest slowest stage. It moves one block at a time from a stage to another while the step gets
+whose slowest stage is fastest. It moves single blocks from a stage to another as long as the step gets
 shorter: predicted in closed form (a formula) first, then pass by pass (a simulation of the schedule).
 
 So the step of `balanced` is never predicted to be longer than those of the other two.
@@ -46,12 +46,12 @@ _SHARE_ROUNDING = 1e-9
 _SHORTEST_S = 1e-30
 #: Layers of each stage.
 Split = tuple[int, ...]
-#: A change of a split, in which one block moves to another stage: (stage that gives it, stage that takes it).
+#: A change of a split, in which a block moves to another stage: (stage that gives it, stage that takes it).
 Move = tuple[int, int]
 
 
 def partition(method: str, costs: StageCosts, alpha: float = 1.0) -> Split:
-    """Return the number of blocks of each stage.
+    """Return the number of blocks (layers) of each stage, by one of the methods of the module.
 
     Args:
         method: One of METHODS.
@@ -75,7 +75,7 @@ def balanced(costs: StageCosts, alpha: float = 1.0) -> Split:
     """Return the split with the shortest predicted step.
 
     Predictions pass by pass are exact but slow, those in closed form fast. So with many splits, the closed
-    form selects candidates. The best one is then improved pass by pass, one moved block at a time.
+    form selects candidates. The best candidate is then improved pass by pass, by moving single blocks.
 
     Args:
         costs: Costs of every layer on every stage.
@@ -119,6 +119,7 @@ def pass_by_pass_s(costs: StageCosts, split: Sequence[int]) -> float:
 
 
 def _all_splits(blocks: int, stages: int) -> Iterator[Split]:
+    """Yield all ways to divide the blocks among the stages, at least one for each."""
     for borders in combinations(range(1, blocks), stages - 1):
         yield tuple(high - low for low, high in zip((0, *borders), (*borders, blocks)))
 
@@ -126,31 +127,31 @@ def _all_splits(blocks: int, stages: int) -> Iterator[Split]:
 def by_moves(costs: StageCosts, alpha: float = 1.0) -> list[Split]:
     """Return a few splits that are worth a precise prediction, if there are too many to try all.
 
-    Three splits are taken as they are, and each also after an improvement: single blocks move
-    between stages as long as that shortens the predicted step (in closed form). The three splits
-    are those of the methods "uniform" and "speed", and the one with the fastest slowest stage.
+    The search begins with up to three splits: those of the methods "uniform" and "speed", and the
+    split whose slowest stage is fastest. From each of them, it moves single blocks between stages as
+    long as that shortens the step predicted in closed form. The result has each split before and
+    after these moves.
 
     Args:
         costs: Costs of every layer on every stage.
         alpha: Factor by which "speed" multiplies the share of each stage before rounding it.
     """
     starts = [uniform(costs.blocks, costs.stages), by_speed(costs.blocks, speeds(costs), alpha)]
-    level = levelled(costs)  # the split with the fastest slowest stage; () if none fits the memory
+    level = levelled(costs)  # its slowest stage is fastest; () if no split fits the memory
     if level:
         starts.append(level)
-    # By stage: mean seconds of a layer if the stage had the whole model.
+    # Mean seconds of a layer on each stage: low on stages with fast GPUs.
     layer_s = [sum(costs.by_layer(row)) / costs.layers for row in _forward_and_backward_s(costs)]
 
     def moves(split: Split) -> Iterator[Move]:
-        """Yield moves of a block: to less busy stages, to a neighbour, and to stages with faster GPUs."""
+        """Yield the moves of a block to try, as (stage that gives it, stage that takes it)."""
         stage_s = [count * seconds for count, seconds in zip(split, layer_s)]
-        # full_to_empty: moves from the stages with the largest numbers to those with the smallest
-        yield from full_to_empty(stage_s)  # by the time of all layers of a stage
-        yield from _over_borders(split)
-        yield from full_to_empty(layer_s)  # by the time of one layer: from slow GPUs to fast ones
+        yield from full_to_empty(stage_s)  # from busy stages to less busy stages
+        yield from _over_borders(split)  # to a neighbouring stage
+        yield from full_to_empty(layer_s)  # from slow GPUs to fast GPUs
 
-    tries = MOST_FORMULAS // len(starts)
-    moved = [
+    tries = MOST_FORMULAS // len(starts)  # of each search
+    improved_splits = [
         improved(
             start,
             seconds_of=lambda split: in_closed_form(costs, split),
@@ -159,7 +160,7 @@ def by_moves(costs: StageCosts, alpha: float = 1.0) -> list[Split]:
         )
         for start in starts
     ]
-    return list(dict.fromkeys((*starts, *moved)))
+    return list(dict.fromkeys((*starts, *improved_splits)))  # without duplicates
 
 
 def _forward_and_backward_s(costs: StageCosts) -> list[Row]:
@@ -168,17 +169,17 @@ def _forward_and_backward_s(costs: StageCosts) -> list[Row]:
 
 
 def levelled(costs: StageCosts) -> Split:
-    """Return the split with the fastest slowest stage, of those that fit the memory; () if none fits.
+    """Return the split whose slowest stage is fastest, of those that fit the memory; () if none fits.
 
     This is a bisection on the time of the slowest stage.
     """
+    # By stage: seconds of the first 0, 1, 2, ... layers of the model, forward and backward.
     busy_totals = [
         [forward_s + backward_s for forward_s, backward_s in zip(forward, backward)]
         for forward, backward in zip(costs.sums["forward_s"], costs.sums["backward_s"])
-    ]  # by stage and number of layers
-    slow_s = max(
-        totals[-1] for totals in busy_totals
-    )  # all layers on one stage: only the memory limits
+    ]
+    # With enough time for all layers on a single stage, only the memory limits the split.
+    slow_s = max(totals[-1] for totals in busy_totals)
     best = _filled(costs, busy_totals, slow_s)
     if not best:
         return ()
@@ -197,7 +198,7 @@ def levelled(costs: StageCosts) -> Split:
 def _filled(costs: StageCosts, busy_totals: Sequence[Sequence[float]], limit_s: float) -> Split:
     """Return the split in which each stage has as many blocks as its memory and a time limit allow.
 
-    The stages take blocks one after the other, from the first stage on.
+    The stages take blocks in turn, from the first stage on.
 
     Args:
         costs: Costs of every layer on every stage.
@@ -205,7 +206,7 @@ def _filled(costs: StageCosts, busy_totals: Sequence[Sequence[float]], limit_s: 
         limit_s: Largest time of a stage, in seconds.
 
     Returns:
-        () if a stage cannot hold even one block, or if blocks are left after the last stage.
+        () if a stage cannot hold even a single block, or if blocks are left after the last stage.
     """
     counts = []
     start = 0
@@ -231,7 +232,8 @@ def _filled(costs: StageCosts, busy_totals: Sequence[Sequence[float]], limit_s: 
 def speeds(costs: StageCosts) -> tuple[float, ...]:
     """Return the speed S_i of every stage, in steps per second.
 
-    This is the speed of a job with a uniform partition, all of whose stages are like stage i.
+    S_i is the speed of a job with a uniform partition whose stages are all like stage i. Messages
+    between its stages take no time.
     """
     count = costs.stages
     free_transfer = ((0.0,) * len(costs.repeats),) * count
@@ -239,6 +241,7 @@ def speeds(costs: StageCosts) -> tuple[float, ...]:
     speed_of = {}  # costs of a stage -> its speed, computed once for equal stages
     for stage in dict.fromkeys(stages):
         forward_s, backward_s, reduction_s, latency_s = stage
+        # The costs of the job whose stages are all like this one.
         equal_stages = replace(
             costs,
             forward_s=(forward_s,) * count,
@@ -254,11 +257,11 @@ def speeds(costs: StageCosts) -> tuple[float, ...]:
 
 
 def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> Split:
-    """Return the split in which stages have layers in proportion to their speed, at least one each.
+    """Return the split in which stages have layers in proportion to their speed, each at least 1.
 
-    Stage i gets floor(alpha N S_i / sum of S) of N layers (Holmes, arXiv 2312.03549). Layers that are
-    left go one by one to the stage that lost most by rounding; layers that are too many come from the
-    slowest stages.
+    Stage i gets floor(alpha N S_i / sum of S) of N layers (Holmes, arXiv 2312.03549). Each layer that is
+    left goes to the stage that lost most by rounding; layers that are too many come from the slowest
+    stages.
 
     Args:
         layers: Number of layers.
@@ -277,7 +280,8 @@ def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> Split:
         raise HolmesError(
             f"alpha is {alpha}; it must be above 0, and finite (the paper: 1 to 1.05)"
         )
-    shares = [alpha * layers * value / sum(speed) for value in speed]
+    shares = [alpha * layers * value / sum(speed) for value in speed]  # not whole numbers
+    # Layers of each stage. They need not sum to `layers` yet.
     counts = [min(layers, max(1, floor(share + _SHARE_ROUNDING))) for share in shares]
 
     def missing(stage: int) -> float:
@@ -287,16 +291,17 @@ def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> Split:
     def sort_key(stage: int) -> tuple[float, int, int]:
         """Return a key that is smallest for the stage that gives up a layer next.
 
-        This is the slowest stage. Among equally slow ones it is the one with most layers, then the
-        last one.
+        This is the slowest stage. Of equally slow stages, it is that with most layers, then the last.
         """
         return (speed[stage], -counts[stage], -stage)
 
     while sum(counts) < layers:
-        counts[max(range(stages), key=missing)] += 1
+        neediest = max(range(stages), key=missing)
+        counts[neediest] += 1
     while sum(counts) > layers:
         with_several = [stage for stage in range(stages) if counts[stage] > 1]
-        counts[min(with_several, key=sort_key)] -= 1
+        giver = min(with_several, key=sort_key)
+        counts[giver] -= 1
     return tuple(counts)
 
 
@@ -306,7 +311,7 @@ def improved(
     moves_of: Callable[[Split], Iterable[Move]],
     tries: int,
 ) -> Split:
-    """Return `split` after moving single blocks while that makes the step shorter.
+    """Return `split` after moving single blocks between stages, as long as that makes the step shorter.
 
     Args:
         split: Split to begin with.
@@ -334,6 +339,7 @@ def improved(
 
 
 def _moved(split: Split, giver: int, taker: int) -> Split:
+    """Return the split after moving a block from stage `giver` to stage `taker`."""
     counts = list(split)
     counts[giver] -= 1
     counts[taker] += 1
@@ -341,19 +347,20 @@ def _moved(split: Split, giver: int, taker: int) -> Split:
 
 
 def _over_borders(split: Split) -> Iterator[Move]:
-    """Yield the moves between neighbouring stages."""
+    """Yield the moves of a block between neighbouring stages, in both directions."""
     for stage in range(len(split) - 1):
         yield (stage + 1, stage)
         yield (stage, stage + 1)
 
 
 def full_to_empty(work: Sequence[float]) -> Iterator[Move]:
-    """Yield moves from the stages with most work to those with least.
+    """Yield moves of a block from the stages with most work to those with least.
 
     A move is (stage that gives a block, stage that takes it). Trying all pairs of stages would take
-    too long. So only the three stages with most work give a block, and the four with least work
-    take one. The first and the last stage always give and take, and the middle stage always takes.
-    Their gradients may be reduced after all computation, so `work` does not tell how busy they are.
+    too long. So only the three stages with most work give a block, and the four stages with least
+    work take it. The first and the last stage always give and take, and the middle stage always
+    takes: their gradients may be reduced after all computation, so `work` does not show how busy
+    they are.
 
     Args:
         work: Seconds of computation of each stage.
@@ -373,7 +380,7 @@ def _too_large(costs: StageCosts) -> str:
     most_blocks = []  # by stage: blocks that fit its memory
     for stage in range(costs.stages):
         count = 0
-        # At most as many as leave a block for each other stage.
+        # Every other stage needs a block, too.
         while count <= costs.blocks - costs.stages:
             used_bytes = _memory_of(costs, stage, count + 1)
             if used_bytes > costs.room_bytes[stage]:
@@ -390,17 +397,17 @@ def _too_large(costs: StageCosts) -> str:
 
 
 def _memory_of(costs: StageCosts, stage: int, blocks: int) -> float:
-    """Return the memory of a stage's layers with this number of blocks, in bytes.
+    """Return the bytes that a stage's layers need if the stage has this number of blocks.
 
-    The first and the last stage also have the layers before and after the blocks. Which blocks a stage in
-    between has does not matter: all are equal.
+    The first and the last stage also have the layers before and after the blocks (embedding, output).
     """
     if stage == 0:
-        start = 0
+        first_block = 0  # also selects the layers before the blocks
     elif stage == costs.stages - 1:
-        start = costs.blocks - blocks
+        first_block = costs.blocks - blocks  # also selects the layers after the blocks
     else:
-        start = 1
-    low, high = costs.bounds(start, start + blocks)
-    memory = costs.sums["memory"][stage]
-    return memory[high] - memory[low]
+        first_block = 1  # any blocks of the middle will do: all blocks are equal
+    # Layers first_layer .. end_layer - 1 of the model: these blocks and the layers that belong to them.
+    first_layer, end_layer = costs.bounds(first_block, first_block + blocks)
+    memory = costs.sums["memory"][stage]  # bytes of the first 0, 1, 2, ... layers on this stage
+    return memory[end_layer] - memory[first_layer]

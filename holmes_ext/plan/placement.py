@@ -8,15 +8,19 @@
 Nodes of one type are equal for the network (Network.node_types): in the same cluster, on the same
 fabrics. The type is an index of Network.node_types.
 
-Prices and simulations need not look at all ranks. A `Fold` keeps one of several equal ranks, and
-counts them:
+The number of a rank among the ranks of its stage is its `rank_in_stage`. Ranks of all stages with the
+same `rank_in_stage` form a pipeline.
 
-    pipeline class   pipelines (one rank of every stage) with equal nodes, groups and stage links
-    node class       nodes of one type that hold equally many ranks of the same pipeline classes, so
+Prices and simulations need not look at all ranks. A `Fold` keeps a representative of each set of
+equal ranks, and counts the ranks that it represents:
+
+    pipeline class   pipelines with equal nodes, groups and stage links
+    node class       nodes of the same type that hold equally many ranks of each pipeline class, so
                      their NICs are equally busy
-    family           equal groups of a stage
+    family           equal communication groups of a stage
 
-The number of a rank among the ranks of its stage is its `rank_in_stage`.
+If a node holds ranks of several stages, these stages form a component: neighbouring stages that share
+nodes. With nodes of 4 ranks and 2 ranks a stage, stages 0 and 1 are a component, stages 2 and 3 the next.
 """
 
 from __future__ import annotations
@@ -39,12 +43,15 @@ Content = tuple[Run, ...]
 
 
 def runs(node_types: Iterable[int]) -> Content:
-    """Return runs of equal node types: 0 0 1 -> (0, 2), (1, 1)."""
+    """Return neighbouring equal node types as (node type, count): 0 0 1 -> (0, 2), (1, 1)."""
     return tuple((node_type, len(list(equal))) for node_type, equal in groupby(node_types))
 
 
 def merge_neighbours(parts: Iterable[Run]) -> Content:
-    """Merge neighbouring runs of one node type: (0, 2), (0, 1), (1, 1) -> (0, 3), (1, 1)."""
+    """Combine neighbouring runs of the same node type by adding up their counts.
+
+    A run is (node type, number of nodes or ranks): (0, 2), (0, 1), (1, 1) -> (0, 3), (1, 1).
+    """
     merged: list[Run] = []
     for node_type, count in parts:
         if merged and merged[-1][0] == node_type:
@@ -57,7 +64,7 @@ def merge_neighbours(parts: Iterable[Run]) -> Content:
 class Placement:
     """Assignment of a job's ranks to nodes: the type of each node, in the order of the ranks.
 
-    Each node holds ranks that follow each other. A node type stands for equal nodes: of one cluster,
+    Each node holds ranks that follow each other. A node type stands for equal nodes: of the same cluster,
     on the same fabrics. Costs depend only on types, so placements with equal types cost the same.
     """
 
@@ -74,7 +81,14 @@ class Placement:
     def of(
         cls, sizes: Sizes, processes: int, node_types: Iterable[int], widths: tuple[int, ...] = ()
     ) -> Placement:
-        """Return the placement on nodes of these types, given in the order of the ranks."""
+        """Return the placement on nodes of these types, given in the order of the ranks.
+
+        Args:
+            sizes: Parallel sizes, with the data size.
+            processes: Ranks of each node; their greatest common divisor if node types differ.
+            node_types: Type of each node.
+            widths: Node type -> ranks of each node of this type. Empty: `processes` for all.
+        """
         node_runs = runs(node_types)  # types 0 0 1 -> (0, 2), (1, 1)
         return cls(sizes, processes, node_runs, widths=widths)
 
@@ -89,8 +103,9 @@ class Placement:
         """Return the placement whose components have the given nodes.
 
         A component is a set of neighbouring stages that share nodes. Global ranks are numbered in
-        rounds. In each round, every stage in turn gets `stride` ranks. With stride 2 and 2 stages:
-        stage 0 has ranks 0 1 4 5, stage 1 has ranks 2 3 6 7; the first round is 0 1 2 3.
+        rounds. In each round, every stage in turn gets `stride` ranks (the distance from a rank to its
+        counterpart in the next stage). With stride 2 and 2 stages: stage 0 has ranks 0 1 4 5, stage 1
+        has ranks 2 3 6 7; the first round is 0 1 2 3.
 
         Args:
             sizes: Parallel sizes, with the data size.
@@ -107,8 +122,8 @@ class Placement:
         round_ranks = stride * sizes.pipeline // len(parts)  # ranks of a component in a round
         rounds_of_parts = [_rounds(part, round_ranks, processes, widths) for part in parts]
         node_types: list[int] = []
-        for one_round in zip(*rounds_of_parts):
-            for nodes_of_component in one_round:
+        for components_of_round in zip(*rounds_of_parts):
+            for nodes_of_component in components_of_round:
                 node_types += nodes_of_component
         return cls.of(sizes, processes, node_types, widths)
 
@@ -123,7 +138,7 @@ class Placement:
 
     @cached_property
     def _first_ranks(self) -> list[int]:
-        """Return the first rank of each node, and last the number of all ranks."""
+        """Return the first rank of each node, and as the last item the number of all ranks."""
         widths = (self.width(node_type) for node_type in self.node_types())
         return [0, *accumulate(widths)]
 
@@ -154,14 +169,14 @@ class Placement:
         return [node_type for node_type, count in self.node_runs for _ in range(count)]
 
     def rank(self, rank_in_stage: int, stage: int) -> int:
-        """Return the global rank of the rank that has this number among the ranks of a stage."""
+        """Return the global rank of the rank with number `rank_in_stage` among those of a stage."""
         # Global ranks come in rounds: `stride` ranks of stage 0, of stage 1, ... of the last stage.
         round_number, offset = divmod(rank_in_stage, self.stride)
         return (round_number * self.sizes.pipeline + stage) * self.stride + offset
 
     @cached_property
     def stages(self) -> tuple[Content, ...]:
-        """Return for each stage the types of its nodes, as runs: (node type, number of ranks on it).
+        """Return for each stage the types of its nodes, as runs: (node type, number of ranks on such nodes).
 
         Global ranks come in rounds of pipeline x stride ranks. In a round, each stage has `stride`
         ranks that follow each other: with pipeline 2 and stride 2, stage 0 has the ranks 0 1, 4 5,
@@ -181,7 +196,7 @@ class Placement:
                     for stage_runs in runs_of:
                         stage_runs.append((node_type, whole_rounds * self.stride))
                     rank += whole_rounds * round_ranks
-                else:  # the ranks that one stage has in this round, as far as the nodes are equal
+                else:  # the ranks that `stage` has in this round, as far as the nodes are equal
                     ranks = min(self.stride - offset, end - rank)
                     runs_of[stage].append((node_type, ranks))
                     rank += ranks
@@ -193,7 +208,7 @@ class Placement:
 
     @cached_property
     def borders(self) -> list[int]:
-        """Return the ranks in stage (numbers 0 to stage_ranks - 1) at which some stage's node type changes.
+        """Return the numbers of the ranks in a stage at which the node type of some stage changes.
 
         The list ascends, from 0 to `stage_ranks`, both included. Between two neighbours in the list,
         the nodes of every stage are equal.
@@ -204,13 +219,16 @@ class Placement:
 
     @cached_property
     def stages_per_component(self) -> int:
-        """Return the number of neighbouring stages that share nodes and so form a component.
+        """Return the number of stages in a component: neighbouring stages that share nodes.
 
-        All components have equally many stages, and no node holds ranks of two components. If the
-        stages cannot be divided like this, all of them are one component.
+        A node may hold ranks of several stages. Components are sets of equally many stages, such that
+        each node belongs to a single component. So the nodes of a component can be moved or priced
+        as a whole. The result is the smallest possible size of a component: 1 if no node holds ranks
+        of two stages, and the number of all stages if no smaller size is possible.
         """
         if self.has_equal_nodes:
-            # Number of stages after which a stage begins on a new node.
+            # A stage begins at a multiple of `stride`. After `count` stages, this is also the first
+            # rank of a node.
             count = self.processes // gcd(self.stride, self.processes)
             return count if self.sizes.pipeline % count == 0 else self.sizes.pipeline
         first_ranks = set(self._first_ranks)
@@ -225,7 +243,7 @@ class Placement:
 
     @cached_property
     def aligned_ranks(self) -> int:
-        """Return the least number of ranks that fills whole nodes of every type in the placement."""
+        """Return the least number of ranks that is a multiple of every node's number of ranks."""
         return lcm(*(self.width(node_type) for node_type, _ in self.node_runs))
 
     @cached_property
@@ -282,7 +300,7 @@ class Placement:
 def _rounds(
     part: Sequence[int], round_ranks: int, processes: int, widths: tuple[int, ...]
 ) -> list[list[int]]:
-    """Divide the nodes of a component into the rounds in which its ranks are numbered.
+    """Divide the nodes of a component (stages that share nodes) into the rounds of its rank numbers.
 
     Args:
         part: Type of each node of the component, in the order of the ranks.
@@ -305,14 +323,14 @@ def _rounds(
 
 @dataclass(frozen=True)
 class GroupPart:
-    """Some nodes of a communication group that are equally busy, and how busy they are.
+    """Equally busy nodes of a communication group, and the number of groups that use each of them.
 
-    They have one type, and hold equally many ranks of each pipeline class (equal pipelines).
+    The nodes have the same type, and hold equally many ranks of each class of equal pipelines.
     """
 
     node_class: int  # number of the class that these nodes form in the placement
     node_type: int  # cluster and fabrics of the nodes: an index of Network.node_types
-    nodes: int  # number of such nodes in one group
+    nodes: int  # number of such nodes in a group
     ranks_per_node: int  # ranks of a group on each of these nodes
     groups: int  # groups of the family with ranks on each of these nodes
     concurrent_groups: int  # groups of all families and stages with ranks on each of these nodes
@@ -320,15 +338,15 @@ class GroupPart:
 
 @dataclass(frozen=True)
 class GroupFamily:
-    """Communication groups of a stage that are equal, so that one price is that of each of them.
+    """Equal communication groups of a stage, which therefore all have the same price.
 
-    They lie on equal nodes, and their ranks belong to the same classes of equal pipelines.
+    The groups lie on equal nodes, and their ranks belong to the same classes of equal pipelines.
     """
 
     stage: int
     ranks: int  # of each group
     count: int  # number of groups
-    parts: tuple[GroupPart, ...]  # nodes of one group, in sets of equal nodes
+    parts: tuple[GroupPart, ...]  # nodes of a single group, in sets of equal nodes
     pipeline_classes: tuple[int, ...]  # classes of pipelines that have ranks in the groups
     ring: Content  # types of the nodes that a ring through all ranks of a group visits
 
@@ -345,7 +363,7 @@ class GroupFamily:
 
 @dataclass(frozen=True)
 class StageMessages:
-    """Numbers of messages from one stage to another, in all pipelines of one class.
+    """Numbers of messages from one stage to another, in all pipelines of a class.
 
     A pipeline is one rank of each stage. Pipelines on equal nodes form a class.
     """
@@ -356,7 +374,7 @@ class StageMessages:
     leaving: int  # messages that leave a sending node at the same time
     reaching: int  # messages that reach a receiving node at the same time
     count: int  # messages of all pipelines of the class
-    local: bool = False  # whether they stay inside a node
+    local: bool = False  # whether the messages stay inside a node
 
     @property
     def turned(self) -> StageMessages:
@@ -374,11 +392,11 @@ class StageMessages:
 
 
 def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
-    """Return a family that consists of one group of arbitrary ranks.
+    """Return a family with a single communication group, which consists of the given ranks.
 
-    Groups are priced as families (GroupFamily), each of which is a set of equal groups. The remaining
-    ranks of the group's nodes are assumed to be in groups like this one, which use the NICs at the
-    same time.
+    Prices are computed for families of equal groups (GroupFamily), so a group that no plan contains
+    becomes a family, too. The remaining ranks of its nodes are assumed to be in similar groups that
+    use the NICs at the same time.
 
     Args:
         placement: Nodes of the job.
@@ -389,9 +407,9 @@ def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
     # (node type, ranks of the group on it) -> number of such nodes
     equal_nodes = Counter((node_types[index], count) for index, count in ranks_on.items())
     parts = []
-    # A class of nodes, here: those of one type that hold equally many ranks of the group.
+    # Here, a class of nodes are those of the same type that hold equally many ranks of the group.
     for node_class, ((node_type, ranks_per_node), nodes) in enumerate(equal_nodes.items()):
-        # Groups like this one fill the node, and all of them use its NIC at the same time.
+        # Similar groups fill the node, and all of them use its NIC at the same time.
         groups = max(1, placement.width(node_type) // ranks_per_node)
         part = GroupPart(
             node_class=node_class,
@@ -429,19 +447,20 @@ def _class_numbers(signatures: Mapping[Key, Hashable]) -> dict[Key, int]:
 class _Copies(NamedTuple):
     """Factors from counts in a Fold to counts in the job.
 
-    A Fold keeps one of several equal tensor-parallel ranks, so that there is less to price.
+    A Fold keeps a representative of equal tensor-parallel ranks, so that there is less to price.
     """
 
-    ranks: int  # ranks of the job that one kept rank stands for, in the same group
-    groups: int  # groups of the job that one group of kept ranks stands for
+    ranks: int  # ranks of the job that a kept rank represents, in the same group
+    groups: int  # groups of the job that a group of kept ranks represents
 
 
 class Fold:
-    """Compact form of a placement: one of several equal ranks, with the number of equal ranks.
+    """Compact form of a placement: a representative of each set of equal ranks, with their number.
 
-    Equal ranks put equal loads on equal nodes, so prices need only one of them. Two steps drop ranks:
+    Equal ranks put equal loads on equal nodes, so it is enough to price the representative (the kept
+    rank). Two steps drop ranks:
 
-        tensor ranks   Of tensor-parallel ranks that are neighbours on a node, one is kept:
+        tensor ranks   Of `folded_tensor_ranks` tensor-parallel neighbours on a node, the first is kept.
                        `full_placement` has all ranks of the job, `placement` only the kept ones.
         pipelines      A pipeline is one rank of each stage, all with the same `rank_in_stage` (number of a
                        rank among those of its stage). On equal nodes, pipelines repeat with a period of
@@ -449,14 +468,16 @@ class Fold:
     """
 
     def __init__(self, placement: Placement):
-        """Select one of several equal ranks, count the equal ones, and number the classes.
+        """Select the ranks to keep, count the ranks that each represents, and number the classes.
 
-        Prices then look at the selected (kept) ranks only. Pipelines on equal nodes form a pipeline
-        class. Nodes of one type form a node class if they hold equally many ranks of the same
-        pipeline classes.
+        Pipelines on equal nodes form a pipeline class. Nodes of the same type form a node class if
+        they hold equally many ranks of each pipeline class.
+
+        Args:
+            placement: The placement with all ranks of the job.
         """
         self.full_placement = placement
-        #: Tensor-parallel ranks of a node that one folded rank represents.
+        #: Tensor-parallel neighbours on a node that a kept rank represents (itself included).
         self.folded_tensor_ranks = _count_folded_tensor_ranks(placement)
         sizes = placement.sizes
         if self.folded_tensor_ranks > 1:
@@ -473,9 +494,9 @@ class Fold:
         self._strides = _strides(self.placement)
         #: Period with which the ranks of a stage repeat on equal nodes.
         self._repeating_ranks = _count_repeating_ranks(self.placement, self._strides)
-        #: Kept rank in stage -> number of equal ranks in the stage (this one included).
+        #: Kept rank in stage -> number of equal ranks in the stage (itself included).
         self._multiplicity = dict(self._kept_ranks())
-        #: Rank in stage -> index of the node that holds this rank, for each stage.
+        #: Kept rank in stage -> by stage, the index of the node that holds the rank.
         self._node_indices = {
             rank_in_stage: tuple(
                 self.placement.node_of(self.placement.rank(rank_in_stage, stage))
@@ -492,7 +513,7 @@ class Fold:
             for node_index in node_indices
         }
         tensor_stride = self._strides["tp"]
-        #: Rank in stage -> number of its data-parallel group: its tensor-parallel coordinate.
+        #: Kept rank in stage -> number of its data-parallel group: its tensor-parallel coordinate.
         self._data_group = {
             rank_in_stage: rank_in_stage // tensor_stride % sizes.tensor
             for rank_in_stage in self._multiplicity
@@ -512,7 +533,7 @@ class Fold:
             pipeline_class = self.pipeline_class_of[rank_in_stage]
             for stage, node_index in enumerate(node_indices):
                 self._ranks_on.setdefault(node_index, Counter())[pipeline_class, stage] += 1
-        # Nodes form a class if they have one type, and equally many ranks of the same classes.
+        # Nodes form a class if they have the same type, and equally many ranks of each pipeline class.
         contents = {
             node_index: (self._node_type_at[node_index], frozenset(ranks.items()))
             for node_index, ranks in self._ranks_on.items()
@@ -530,7 +551,7 @@ class Fold:
         of the first period are kept.
 
         Yields:
-            (number of a rank among the ranks of its stage, number of equal ranks with this one).
+            (number of a rank among the ranks of its stage, number of equal ranks including itself).
         """
         borders = self.placement.borders  # ranks in stage where the type of the nodes changes
         for low, high in zip(borders, borders[1:]):  # ranks low..high - 1 are on equal nodes
@@ -544,77 +565,85 @@ class Fold:
                 yield rank_in_stage, equal_ranks
 
     def _classes_of_pipelines(self) -> dict[int, int]:
-        """Return the pipeline class of every pipeline that this compact placement keeps.
+        """Return the pipeline class of every pipeline that the fold keeps.
 
-        A pipeline consists of one rank of each stage. All of them have the same number among the
-        ranks of their stage: the rank in stage. Two pipelines form a class if their nodes are
-        equal, and if their data-parallel groups contain equally many pipelines on nodes of each
-        sort.
+        A pipeline is one rank of each stage, all with the same `rank_in_stage`. Two pipelines belong
+        to the same class if they satisfy two conditions:
+
+            nodes    Their nodes have equal types, stage by stage (equal signatures).
+            groups   Their data-parallel groups contain equally many pipelines of each signature. A
+                     group that also has pipelines in another cluster reduces more slowly, so its
+                     pipelines are not equal to those of a group in a single cluster.
 
         Returns:
             Rank in stage of a pipeline -> number of its class.
         """
-        # First level: a signature is a value that is equal for pipelines with equal nodes.
+        # First condition: the signature of each pipeline, by its rank in stage.
         signatures = {
             rank_in_stage: self._signature(node_indices)
             for rank_in_stage, node_indices in self._node_indices.items()
         }
-        # Second level: which signatures a data-parallel group has, and how often.
+        # Second condition: the number of pipelines with each signature, by data-parallel group.
         counts_of: dict[int, Counter[Hashable]] = {}  # group -> signature -> number of pipelines
         for rank_in_stage, signature in signatures.items():
             counts = counts_of.setdefault(self._data_group[rank_in_stage], Counter())
-            counts[signature] += self._multiplicity[rank_in_stage]  # pipelines that it represents
-        group_signatures = {group: frozenset(counts.items()) for group, counts in counts_of.items()}
-        # Equal values get equal numbers.
-        return _class_numbers(
-            {
-                rank_in_stage: (signature, group_signatures[self._data_group[rank_in_stage]])
-                for rank_in_stage, signature in signatures.items()
-            }
-        )
+            counts[signature] += self._multiplicity[rank_in_stage]  # dropped pipelines included
+        content_of = {group: frozenset(counts.items()) for group, counts in counts_of.items()}
+        # Pipelines that agree in both values get the same number.
+        both_values = {
+            rank_in_stage: (signature, content_of[self._data_group[rank_in_stage]])
+            for rank_in_stage, signature in signatures.items()
+        }
+        return _class_numbers(both_values)
 
     def _signature(self, node_indices: tuple[int, ...]) -> Hashable:
         """Return a value that is equal for pipelines on equal nodes.
 
-        It has the type of each stage's node, and whether the next stage is on the same node.
+        The value has the type of each stage's node, and whether the next stage is on the same node.
+
+        Args:
+            node_indices: Index of the node of each stage of a pipeline.
         """
         following = (*node_indices[1:], node_indices[0])
         node_types = tuple(self._node_type_at[index] for index in node_indices)
-        return node_types, tuple(index == other for index, other in zip(node_indices, following))
+        stays_on_node = tuple(index == other for index, other in zip(node_indices, following))
+        return node_types, stays_on_node
 
     def pipeline_class_at(self, rank_in_stage: int) -> int:
-        """Return the class of the pipeline that has rank number `rank_in_stage` of each stage.
+        """Return the class of the pipeline that consists of rank `rank_in_stage` of each stage.
 
-        Pipelines on equal nodes form a class. The fold keeps only some of several equal ranks. The
-        number may be that of any rank of the full placement, kept or not.
+        Pipelines on equal nodes form a class.
+
+        Args:
+            rank_in_stage: Number of any rank of a stage of the full placement. The fold need not
+                have kept this rank.
         """
-        # The fold has one rank in place of `folded_tensor_ranks` equal neighbours. This is the
-        # number of the rank among those that are left.
+        # A kept rank represents `folded_tensor_ranks` neighbours. Its number counts kept ranks only.
         folded_rank = rank_in_stage // self.folded_tensor_ranks
-        # Ranks on equal nodes repeat with the period `_repeating_ranks`; one period is kept.
-        # The rank at the same place in the first period of its run of equal nodes stands for it.
+        # Ranks on equal nodes repeat with the period `_repeating_ranks`, and only the first period
+        # is kept. There, the rank at the same position represents this rank.
         if folded_rank not in self.pipeline_class_of:
             run_start = max(border for border in self.placement.borders if border <= folded_rank)
             folded_rank = run_start + (folded_rank - run_start) % self._repeating_ranks
         return self.pipeline_class_of[folded_rank]
 
     def node_type_on(self, pipeline_class: int, stage: int) -> int:
-        """Return the type of the node that holds a stage of the pipelines of one class.
+        """Return the type of the nodes that hold a stage in the pipelines of a class.
 
-        Pipelines form a class if their nodes have equal types.
+        All pipelines of a class have nodes of the same types.
         """
         return self._node_type_at[self.pipeline_classes[pipeline_class][stage]]
 
     def ranks(self, pipeline_class: int, stage: int) -> tuple[int, ...]:
-        """Return all global ranks of a stage that belong to the pipelines of one class.
+        """Return all global ranks of a stage that belong to the pipelines of a class.
 
-        Pipelines on equal nodes form a class. Ranks that the fold dropped are included.
+        Pipelines on equal nodes form a class. Ranks that the fold has not kept are included.
         """
         ranks: list[int] = []
         for first_rank, other_class in self.pipeline_class_of.items():
             if other_class != pipeline_class:
                 continue
-            # The equal ranks follow the kept one at distances of `_repeating_ranks`.
+            # The equal ranks follow the kept rank at distances of `_repeating_ranks`.
             stop = first_rank + self._multiplicity[first_rank] * self._repeating_ranks
             for rank_in_stage in range(first_rank, stop, self._repeating_ranks):
                 # `placement` numbers only kept ranks; each stands for `folded_tensor_ranks` ranks.
@@ -623,7 +652,7 @@ class Fold:
         return tuple(sorted(ranks))
 
     def stage_link(self, pipeline_class: int, stage: int, other: int) -> StageMessages:
-        """Return the messages from `stage` to `other` while only one class of pipelines sends.
+        """Return the messages from `stage` to `other` while a single class of pipelines sends.
 
         Pipelines on equal nodes form a class.
         """
@@ -632,7 +661,7 @@ class Fold:
     def stage_links(
         self, stage: int, other: int, fabric: Callable[[Sequence[int]], Hashable]
     ) -> list[StageMessages]:
-        """Return the messages from `stage` to `other`: one entry for each pipeline class.
+        """Return the messages from `stage` to `other`, with an entry for each pipeline class.
 
         A pipeline is one rank of each stage. Pipelines on equal nodes form a pipeline class.
 
@@ -640,7 +669,7 @@ class Fold:
             stage: Number of the sending stage.
             other: Number of the receiving stage.
             fabric: Returns the fabric between two node types. All pipeline classes whose messages use
-                one fabric send at the same time, so their messages are counted together.
+                the same fabric send at the same time, so their messages are counted together.
         """
         pipeline_classes = range(len(self.pipeline_classes))
         fabric_of = {
@@ -660,11 +689,11 @@ class Fold:
     def _stage_link(
         self, pipeline_class: int, stage: int, other: int, concurrent: Collection[int]
     ) -> StageMessages:
-        """Return the messages from one stage to another in the pipelines of one class.
+        """Return the numbers of messages from one stage to another in the pipelines of a class.
 
-        Pipelines on equal nodes form a class, and each pipeline sends one message. `leaving` and
-        `reaching` of the result count the messages on the NIC of one sending and one receiving
-        node; `count` counts the pipelines of the class.
+        Pipelines on equal nodes form a class, and each pipeline sends a single message. In the result,
+        `count` is the number of these messages. `leaving` and `reaching` are the messages that a
+        NIC of a sending and of a receiving node carries, from all concurrent classes.
 
         Args:
             pipeline_class: Number of the class.
@@ -672,32 +701,46 @@ class Fold:
             other: Number of the receiving stage.
             concurrent: Pipeline classes that send at the same time, `pipeline_class` included.
         """
-        source = self.pipeline_classes[pipeline_class][stage]  # index of the sending node
-        target = self.pipeline_classes[pipeline_class][other]  # index of the receiving node
-        # (index of a node, pipeline class) -> messages that leave the node, of the pipelines that
-        # the fold kept
-        leaving_from = self._messages_leaving(stage, other)
-        leaving = sum(leaving_from[source, sending_class] for sending_class in concurrent)
-        # Each pipeline has one message in this direction and one back (its gradient). So as many
-        # messages reach the receiving node as leave it for `stage`.
-        returning_from = self._messages_leaving(other, stage)
-        reaching = sum(returning_from[target, sending_class] for sending_class in concurrent)
+        # Node of each stage, in the first pipeline of the class. Its other pipelines have equal nodes.
+        node_indices = self.pipeline_classes[pipeline_class]
+        source = node_indices[stage]
+        target = node_indices[other]
+        # A message reaches the target from each pipeline that has its rank of `other` on that node,
+        # and its rank of `stage` elsewhere. The same pipelines would send from `other` to `stage`.
+        leaving = self._count_leaving(source, stage, other, concurrent)
+        reaching = self._count_leaving(target, other, stage, concurrent)
         return StageMessages(
             sender=self.node_class_of[source],
             receiver=self.node_class_of[target],
             node_types=(self._node_type_at[source], self._node_type_at[target]),
-            # The fold keeps one of `folded_tensor_ranks` equal tensor-parallel ranks, which all send. At
-            # least 1: if both stages are on one node (`local`), no message leaves it.
-            leaving=max(1, self.folded_tensor_ranks * leaving),
-            reaching=max(1, self.folded_tensor_ranks * reaching),
+            leaving=max(1, leaving),  # 0 if both stages are on the same node (`local`)
+            reaching=max(1, reaching),
             count=self.count[pipeline_class],
             local=source == target,
         )
 
+    def _count_leaving(
+        self, node_index: int, stage: int, other: int, pipeline_classes: Collection[int]
+    ) -> int:
+        """Return how many messages from `stage` to `other` leave a node, in the given pipeline classes.
+
+        Messages of ranks that the fold has not kept are included.
+
+        Args:
+            node_index: Index of the node.
+            stage: Sending stage.
+            other: Receiving stage.
+            pipeline_classes: Numbers of classes; a class are pipelines on equal nodes.
+        """
+        leaving = self._messages_leaving(stage, other)  # of kept ranks
+        kept = sum(leaving[node_index, pipeline_class] for pipeline_class in pipeline_classes)
+        # A kept rank represents `folded_tensor_ranks` ranks of the node, which all send.
+        return kept * self.folded_tensor_ranks
+
     def _messages_leaving(self, stage: int, other: int) -> Counter[tuple[int, int]]:
         """Return how many messages from `stage` to `other` leave each node, by pipeline class.
 
-        Each pipeline sends one message. It leaves the node if `other` is on another node.
+        Each kept pipeline sends a single message. It leaves the node if `other` is on another node.
 
         Returns:
             (index of the sending node, pipeline class) -> number of messages.
@@ -714,21 +757,29 @@ class Fold:
 
     @cached_property
     def _data_groups_on(self) -> dict[int, int]:
-        """Return the number of data-parallel groups of all stages on a node of each node class.
+        """Return for each node class the number of data-parallel groups with ranks on a node.
 
-        Nodes of one class have one type, and equally many ranks of the same sorts of pipelines.
+        A node class are nodes of the same type that hold equally many ranks of each class of equal
+        pipelines, so they have the same number of groups. Groups of all stages count, also those of
+        ranks that the fold has not kept.
+
+        Returns:
+            Node class -> number of groups.
         """
-        groups_on: dict[int, set[tuple[int, int]]] = {}  # node index -> (stage, group)
-        # node_indices: index of the node of each stage of a pipeline, by its rank in stage
-        for rank_in_stage, node_indices in self._node_indices.items():
+        # Index of a node -> groups with a kept rank on it. Each stage has its own groups, so a group
+        # is identified by (stage, its number in the stage).
+        groups_on: dict[int, set[tuple[int, int]]] = {}
+        for rank_in_stage, node_of_stage in self._node_indices.items():
             group = self._data_group[rank_in_stage]
-            for stage, node_index in enumerate(node_indices):
+            for stage, node_index in enumerate(node_of_stage):
                 groups_on.setdefault(node_index, set()).add((stage, group))
-        return {
-            # A kept tensor-parallel rank stands for several, each with its own data-parallel group.
-            self.node_class_of[node_index]: len(groups) * self.folded_tensor_ranks
-            for node_index, groups in groups_on.items()
-        }
+        count_of_class = {}
+        for node_index, groups in groups_on.items():
+            # A kept rank represents `folded_tensor_ranks` tensor-parallel neighbours on the node.
+            # Each of these neighbours belongs to another data-parallel group.
+            count = len(groups) * self.folded_tensor_ranks
+            count_of_class[self.node_class_of[node_index]] = count
+        return count_of_class
 
     def families(self, stage: int, role: str = "data") -> tuple[GroupFamily, ...]:
         """Return the communication groups of a stage, as families of equal groups.
@@ -738,8 +789,8 @@ class Fold:
 
         Args:
             stage: Number of the stage.
-            role: "data", "tensor", "context" or "expert". Groups of a single rank send nothing, and
-                are left out unless this is "data".
+            role: Kind of the groups: "data" (sum gradients), "tensor", "context" or "expert". Groups
+                of a single rank send nothing, and are left out unless the role is "data".
         """
         if (stage, role) not in self._families_of:
             self._families_of[stage, role] = tuple(self._families(stage, role))
@@ -749,13 +800,13 @@ class Fold:
         """Yield the communication groups of a stage, with equal groups combined into a family.
 
         A pipeline is one rank of each stage; equal pipelines form a pipeline class. Equally busy
-        nodes of one type form a node class. Two groups are equal under two conditions: they have
-        equally many ranks on nodes of each node class, and the pipelines of their ranks belong to
-        the same pipeline classes.
+        nodes of the same type form a node class. Two groups are equal under two conditions: they
+        have equally many ranks on nodes of each node class, and the pipelines of their ranks belong
+        to the same pipeline classes.
 
         Args:
             stage: Number of the stage.
-            role: "data", "tensor", "context" or "expert".
+            role: Kind of the groups: "data", "tensor", "context" or "expert".
         """
         # Group -> its ranks that the fold keeps, each as its number among the ranks of the stage
         # (rank in stage).
@@ -789,11 +840,11 @@ class Fold:
         node_index_of: Mapping[int, int],
         groups_on: Mapping[int, Collection[Hashable]],
     ) -> GroupFamily:
-        """Return equal communication groups as one GroupFamily, made from the first of them.
+        """Return equal communication groups as a GroupFamily, made from the first of them.
 
-        A fold has only one of several equal ranks, and so only some of the equal groups. The counts
-        in the result are those of the whole job. A rank is given as its number among the ranks of
-        its stage, a node as its index.
+        A fold keeps only some of several equal ranks and groups. The counts in the result are those
+        of the whole job. A rank is given as its number among the ranks of its stage, a node as its
+        index.
 
         Args:
             stage: Number of the stage.
@@ -803,19 +854,21 @@ class Fold:
             node_index_of: Rank -> node that holds it.
             groups_on: Node -> keys of all groups of this role with ranks on it.
         """
-        # Ranks of a stage repeat periodically, and the fold keeps the first period. _multiplicity is
-        # the number of periods. A data-parallel group passes through all periods, so its nodes are
-        # multiplied. Any other group lies within one period, so the number of groups is multiplied.
         is_data = role == "data"
-        copies = self._copies(role)  # ranks and groups of the job for each one of the fold
+        copies = self._copies(role)  # ranks and groups of the job for each that the fold keeps
         members = members_of[groups[0]]
         member_nodes = [node_index_of[member] for member in members]
-        # Index of a node -> number of equal nodes in the group, itself included.
-        equal_nodes = dict.fromkeys(member_nodes, 1)
-        count = sum(self._multiplicity[members_of[group][0]] for group in groups)
+        # Ranks of a stage repeat periodically, and the fold keeps the first period. _multiplicity is
+        # the number of periods. equal_nodes: index of a node -> number of equal nodes in the group.
         if is_data:
+            # The group passes through all periods: the fold has all groups, but not all their nodes.
             equal_nodes = {node_index_of[member]: self._multiplicity[member] for member in members}
             count = len(groups)
+        else:
+            # The group lies within a period: the fold has all its nodes, but not all groups.
+            equal_nodes = dict.fromkeys(member_nodes, 1)
+            count = sum(self._multiplicity[members_of[group][0]] for group in groups)
+        # Nodes that play the same part in the group are counted together.
         nodes_of: Counter[GroupPart] = Counter()
         for node_index, ranks in Counter(member_nodes).items():  # ranks of the group on the node
             # Groups of this family, and of all families, that use the NIC of the node.
@@ -845,18 +898,21 @@ class Fold:
         )
 
     def _copies(self, role: str) -> _Copies:
-        """Return how many ranks and groups of the job one kept rank and group stand for.
+        """Return how many ranks and groups of the job a kept rank and a kept group represent.
 
-        The fold keeps one of n = `folded_tensor_ranks` tensor-parallel neighbours on a node. So it
-        represents n ranks of one tensor-parallel group. Of any other role, each of the n ranks has a
-        group of its own, so a kept group represents n groups.
+        A kept rank represents n = `folded_tensor_ranks` tensor-parallel neighbours on a node. They are n
+        ranks of the same tensor-parallel group. For any other role, these n ranks belong to n
+        different groups, so a kept group represents n groups.
+
+        Args:
+            role: Kind of the groups: "data", "tensor", "context" or "expert".
         """
         if role == "tensor":
             return _Copies(ranks=self.folded_tensor_ranks, groups=1)
         return _Copies(ranks=1, groups=self.folded_tensor_ranks)
 
     def _ring(self, node_indices: Sequence[int], equal_nodes: Mapping[int, int]) -> Content:
-        """Return the nodes that a ring of ranks visits: (node type, number of nodes in a row).
+        """Return the nodes that a ring of ranks visits, as (node type, number of nodes in a row).
 
         Args:
             node_indices: Index of the node of each rank, in the order of the ring.
@@ -870,9 +926,12 @@ class Fold:
     def _groups(self, role: str) -> dict[Hashable, list[int]]:
         """Return the groups of a role within any stage, with the ranks that the fold keeps.
 
-        The fold keeps one of several equal ranks. The ranks of a stage form a grid. Members of a
-        group differ only along the axes of its role, KINDS[role], such as "dp" and "cp" for "data".
-        So the key of a group is its coordinates along all other axes.
+        The ranks of a stage form a grid. Members of a group differ only along the axes of its role,
+        KINDS[role], such as "dp" and "cp" for "data". So the key of a group is its coordinates along
+        all other axes.
+
+        Args:
+            role: Kind of the groups: "data", "tensor", "context" or "expert".
 
         Returns:
             Key of a group -> its ranks in order, each as its number among the ranks of the stage.
@@ -892,9 +951,9 @@ class Fold:
         for rank_in_stage in self._multiplicity:
             coordinates = tuple(rank_in_stage // stride % size for stride, size in axes)
             members_of.setdefault(coordinates, []).append(rank_in_stage)
-        # A group of one rank sends nothing, so it is left out, with two exceptions. One kept rank may
-        # represent several ranks of a tensor-parallel group. And every stage needs a family of
-        # data-parallel groups, as its reduction is priced by them.
+        # A group of a single rank sends nothing, so it is left out, with two exceptions. A kept rank
+        # may represent several ranks of a tensor-parallel group. And every stage needs a family of
+        # data-parallel groups, because its reduction is priced by them.
         keep_single = role == "data" or (role == "tensor" and self.folded_tensor_ranks > 1)
         if keep_single:
             return members_of
@@ -902,12 +961,12 @@ class Fold:
 
 
 def _count_folded_tensor_ranks(placement: Placement) -> int:
-    """Return how many neighbouring tensor-parallel ranks are equal, so that one stands for all.
+    """Return how many tensor-parallel neighbours are equal, so that a Fold keeps only the first.
 
-    A Fold keeps one of them, to have less to price. The neighbours must lie on one node. So the
-    result is the greatest common divisor of the group's ranks and the ranks of a node: then no such
-    set of neighbours spans two nodes. It is 1 (keep all) if tensor-parallel ranks are not
-    neighbours, or if expert groups divide tensor-parallel groups: then the ranks are not equal.
+    All of these neighbours must lie on the same node. So the result is the greatest common divisor of
+    the ranks of a group and of a node: no such set of neighbours then spans two nodes. The result is
+    1 (keep all ranks) if tensor-parallel ranks are not neighbours, or if expert groups divide
+    tensor-parallel groups, which makes their ranks unequal.
     """
     sizes = placement.sizes
     is_innermost = sizes.axes[0] == "tp"
@@ -932,12 +991,12 @@ def _strides(placement: Placement) -> dict[str, int]:
 
 
 def _count_repeating_ranks(placement: Placement, strides: Mapping[str, int]) -> int:
-    """Return after how many ranks of a stage the same pattern of nodes and groups begins again.
+    """Return the period, in ranks of a stage, after which the pattern of nodes and groups repeats.
 
-    Example: nodes of 8 ranks, tensor-parallel groups of 4, and stages of whole nodes. Each 8 ranks of
-    the stage are then one node with two tensor-parallel groups, so the result (the period) is 8.
+    Example: nodes of 8 ranks, tensor-parallel groups of 4, and stages of whole nodes. Every 8 ranks of
+    the stage are then a node with two tensor-parallel groups, so the period is 8.
 
-    One period contains whole nodes, and whole tensor, context and expert groups. So the result is a
+    A period contains whole nodes, and whole tensor, context and expert groups. So the result is a
     common multiple of their lengths, built up step by step. It is all ranks of the stage if no
     period exists, or if the period does not divide the stage.
 
@@ -963,7 +1022,7 @@ def _count_repeating_ranks(placement: Placement, strides: Mapping[str, int]) -> 
             return stage_ranks  # expert groups pass through the whole stage
         length = lcm(length, expert_length)
     # Global ranks number all stages in rounds: in each round, `stride` ranks of every stage in turn.
-    # (`strides` has other numbers: distances among the ranks of one stage.)
+    # (`strides` has other numbers: distances among the ranks of a single stage.)
     stride = placement.stride
     if stride % node_ranks == 0:  # each stage has whole nodes
         length = lcm(length, node_ranks)

@@ -44,24 +44,24 @@ _UPGRADE = "make the plan again with `holmes plan`"
 
 @dataclass(frozen=True)
 class SpanningGroups:
-    """Groups of one kind whose nodes share no fast fabric, and the predicted cost."""
+    """Groups of the same kind whose nodes share no fast fabric, and the predicted cost."""
 
     kind: str  # such as "data"
     groups: int  # number of such groups
-    example: tuple[str, ...]  # nodes of one of the groups
-    fabric: str  # that they have to use
-    seconds: float  # by which a step is longer
+    example: tuple[str, ...]  # nodes of the first of the groups
+    fabric: str  # slow fabric that these groups have to use
+    seconds: float  # by which a step is longer than with a fast fabric
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Node order, networks, reductions and stages of a job on one site."""
+    """Node order, networks, reductions and stages of a job on a given site."""
 
     site_digest: str
     nodes: tuple[str, ...]  # in the order of the ranks
     processes: int  # of each node; if nodes differ, the greatest common divisor of all
     sizes: Sizes | None = None  # parallel sizes; None: not known before the framework starts
-    fabrics: tuple[PlannedFabric, ...] = ()  # the preferred one first; () until derive_traffic()
+    fabrics: tuple[PlannedFabric, ...] = ()  # the preferred fabric first; () until derive_traffic()
     clusters: dict[str, tuple[str, ...]] = field(default_factory=dict)  # cluster -> its nodes
     wan: Wan = Wan()  # links between clusters
     traffic: tuple[Traffic, ...] = ()  # () until derive_traffic()
@@ -128,7 +128,7 @@ class Plan:
         """Return the first node whose first rank is no multiple of its processes; "" if there is none.
 
         On that node, rank % processes is not the local rank. A framework that chooses its GPU by this
-        formula chooses a wrong one there.
+        formula chooses a wrong GPU there.
         """
         for node, rank in self.first_ranks.items():
             if rank % self.processes_on(node):
@@ -174,7 +174,7 @@ class Plan:
         return next(fabric for fabric in self.fabrics if fabric.name in shared)
 
     def spans_networks(self, ranks: Collection[int], network_api: str = VERBS) -> bool:
-        """Return whether a group has to use Ethernet although one of its nodes has a faster fabric."""
+        """Return whether a group has to use Ethernet although a member's node has a faster fabric."""
         fabric = self.fabric_of(ranks, network_api)
         if fabric is None or fabric.name != ETHERNET:
             return False
@@ -203,17 +203,18 @@ class Plan:
         yield "world", tuple(range(self.world_size))
 
     def stage_of(self, ranks: Iterable[int]) -> int | None:
-        """Return the pipeline stage whose gradients a group reduces; None: it is no such group."""
+        """Return the pipeline stage whose gradients a group reduces; None: it is no data-parallel group."""
         return self._stage_of_group.get(tuple(sorted(ranks)))
 
     @cached_property
     def _stage_of_group(self) -> dict[tuple[int, ...], int]:
+        """Ranks of each data-parallel group -> its pipeline stage."""
         sizes = self.sizes or Sizes().complete(self.world_size)
         stride = sizes.strides()["pp"]
         return {ranks: ranks[0] // stride % sizes.pipeline for ranks in groups(sizes, "data")}
 
     def traffic_of(self, network_api: str = VERBS) -> Traffic:
-        """Return the networks, reductions and pass order of groups that use a network API.
+        """Return the decisions (networks, reductions, pass order) for groups that use a network API.
 
         NCCL's groups use "verbs", gloo's "sockets".
         """
@@ -233,6 +234,7 @@ class Plan:
         return digest_of(self._content())
 
     def _content(self) -> dict[str, Any]:
+        """Return the fields that the digest covers: all except `source`."""
         return {
             "version": VERSION,
             **{name: value for name, value in asdict(self).items() if name != "source"},
@@ -306,7 +308,7 @@ def check_plan(plan: Plan, site: Site) -> Plan:
     Raises:
         HolmesError: The nodes, processes, clusters or rates differ.
     """
-    # The same nodes, in any order.
+    # The plan has to have the same nodes, in any order.
     reported = {node.name for node in site.nodes}
     planned = set(plan.nodes)
     if reported != planned:
@@ -319,6 +321,7 @@ def check_plan(plan: Plan, site: Site) -> Plan:
             problems.append(f"node {surplus[0]!r} reported but is not in the plan")
         way_out = "make the plan for these nodes with `holmes plan`"
         raise HolmesError(f"{plan.source}: key 'nodes': {'; '.join(problems)}; {way_out}")
+    # Each node has to have as many processes.
     world_sizes = f"(world size {plan.world_size} in the plan, {site.world_size} here)"
     for node in site.nodes:
         planned_processes = plan.processes_on(node.name)
@@ -333,6 +336,7 @@ def check_plan(plan: Plan, site: Site) -> Plan:
             f"{plan.source}: key 'processes' is {plan.processes}, but {site.processes} were started on each "
             f"node {world_sizes}"
         )
+    # The digest covers the clusters of the nodes, and the rates of their networks.
     if plan.site_digest != site.digest:
         made_for = (
             f"made for other clusters or rates than {site.source}; make it again with `holmes plan`"
@@ -342,7 +346,7 @@ def check_plan(plan: Plan, site: Site) -> Plan:
 
 
 def site_of(plan: Plan, network_api: str = VERBS) -> Site:
-    """Return the nodes and networks of a plan as a site with the ports that one network API can use.
+    """Return the nodes and networks of a plan as a site with the ports that a network API can use.
 
     The nodes are in the order of the plan.
 
@@ -363,7 +367,7 @@ def site_of(plan: Plan, network_api: str = VERBS) -> Site:
 
 
 def planned_fabrics(plan: Plan, site: Site, measured: Site) -> tuple[PlannedFabric, ...]:
-    """Return the fabrics of a site, the preferred one first, with the nodes that can use each.
+    """Return the fabrics of a site, in order of preference, with the nodes that can use each.
 
     Rates and latencies are those of the plan for fabrics that it has already, else the measured ones.
     Two network APIs may reach different nodes: "verbs" (NCCL) needs an HCA, "sockets" (gloo) an IP
@@ -375,7 +379,6 @@ def planned_fabrics(plan: Plan, site: Site, measured: Site) -> tuple[PlannedFabr
         measured: The same site with measured rates.
     """
     nodes = [site.node_by_name[name] for name in plan.nodes]
-    planned = {fabric.name: fabric for fabric in plan.fabrics}
 
     def nodes_on(fabric: Fabric, network_api: str) -> tuple[str, ...]:
         """Return the nodes with a port on a fabric that a network API can use."""
@@ -386,6 +389,8 @@ def planned_fabrics(plan: Plan, site: Site, measured: Site) -> tuple[PlannedFabr
             if port.fabric == fabric.name and _carries(port, network_api)
         )
 
+    # Fabrics with the plan's rates and latencies, else with the measured ones.
+    planned = {fabric.name: fabric for fabric in plan.fabrics}
     fabrics: list[Fabric] = [planned.get(fabric.name, fabric) for fabric in measured.fabrics]
     fabrics.sort(key=lambda fabric: fabric.preference, reverse=True)
     # Fabric -> NCCL's name of the network (see Fabric.net), always as the site says now.
@@ -429,28 +434,29 @@ def pair_needs_group(
     Args:
         plan: The plan.
         pair: The two ranks.
-        over: Larger group that contains both ranks, which they would send over otherwise.
+        over: Larger group that contains both ranks. They send over it if they get no group of their own.
         network_api: "verbs" or "sockets".
     """
-    # A group uses the fastest fabric that all members share. A larger group never has a faster one,
-    # so a different fabric is a slower one.
+    # A group uses the fastest fabric that all members share. So if the larger group uses a different
+    # fabric, it is slower.
     return name_of(plan.fabric_of(pair, network_api)) != name_of(plan.fabric_of(over, network_api))
 
 
 def pairs_with_group(plan: Plan, ranks: Sequence[int], network_api: str) -> list[tuple[int, int]]:
     """Return the pairs of neighbouring stages that need a process group of their own.
 
-    A framework sends over the group of the whole pipeline (`ranks`) otherwise. A pair needs its own if
-    it shares a faster network than `ranks`. The result contains all pairs of the pipeline or none:
-    NCCL creates the communicator of `ranks` at the first send, in which all ranks take part. A rank
-    with own groups on both sides would never send over `ranks`, and the others would hang.
+    Without such groups, a framework sends over the group of the whole pipeline (`ranks`). A pair needs
+    its own group if its two ranks share a faster network than `ranks`. The result contains all pairs of the
+    pipeline or none: NCCL creates the communicator of `ranks` at the first send, and all ranks take
+    part in that. A rank with own groups on both sides would never send over `ranks`, and the other
+    ranks would hang.
 
     Args:
         plan: The plan.
         ranks: A pipeline group, in the order of the stages.
         network_api: "verbs" or "sockets".
     """
-    # Includes the last and the first stage, between which interleaved schedules send.
+    # Includes the pair of the last and the first stage, because interleaved schedules send there.
     pairs = sorted({(min(pair), max(pair)) for pair in neighbours(ranks)})
     if any(pair_needs_group(plan, pair, ranks, network_api) for pair in pairs):
         return pairs
@@ -458,7 +464,7 @@ def pairs_with_group(plan: Plan, ranks: Sequence[int], network_api: str) -> list
 
 
 def more_bytes(plan: Plan) -> tuple[float, ...]:
-    """Return the bytes of activations that each stage holds beyond those of 1F1B.
+    """Return the bytes of activations that each stage holds beyond those of the 1F1B schedule.
 
     The plan either has an order of passes (`schedule`), or numbers of micro-batches in flight.
 

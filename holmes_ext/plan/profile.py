@@ -1,4 +1,4 @@
-"""The file profile.json: times that a job measured on its stages, and the costs of any partition that follow.
+"""The file profile.json: times that a job measured on its stages. They give the costs of any partition.
 
 A layer takes the measured time on its stage, as the mean of all layers of its size. On other stages, the
 time is scaled by how much faster the stage computed its blocks. So the speeds of different GPUs need not
@@ -54,7 +54,7 @@ class StageTimes:
     reduction_s_per_byte: _Amount
     reduction_latency_s: _Amount
     stage_link_s: _Amount  # of an activation to the next stage, while nothing else runs
-    # Of one step, with the time that the rank waits for others:
+    # Of a whole step, with the time that the rank waits for others:
     send_s: _Amount = 0.0
     receive_s: _Amount = 0.0
     reduce_s: _Amount = 0.0
@@ -125,7 +125,7 @@ class Profile:
         Bytes of tensor, context and expert groups are 0: their time is part of the measured passes.
         """
         count = len(self.stages)
-        # Blocks, layers before the first block (before_s: embedding), and after the last one (after_s:
+        # Blocks, layers before the first block (before_s: embedding), and after the last block (after_s:
         # output). The stages that lack such layers have 0.
         forward_s = sum(
             sum(stage.forward_s) + stage.before_s[_FORWARD] + stage.after_s[_FORWARD]
@@ -189,7 +189,7 @@ def check_profile(
     """Check that a profile was measured on the same site, with the same sizes and model.
 
     Raises:
-        HolmesError: Something differs. The message says what to do.
+        HolmesError: Something differs. The message names the way out.
     """
     name = profile.source
     measured = profile.sizes
@@ -208,7 +208,7 @@ def check_profile(
     if model.layers != profile.blocks:
         counts = f"{counted(profile.blocks, 'layer')}, but {model.source} has {model.layers}"
         raise HolmesError(f"{name}: the profile of another model: {counts}")
-    block_bytes = profile.gradient_bytes[1]  # [0] is what comes before the first block
+    block_bytes = profile.gradient_bytes[1]  # [0] has the layers before the first block
     _, block, *_ = model.layers_of(measured)
     expected_bytes = block.parameters * model.gradient_width
     if abs(block_bytes - expected_bytes) > _LAYER_BYTES_TOLERANCE * expected_bytes:
@@ -226,18 +226,19 @@ def measured_costs(
 
     Args:
         profile: The measurements.
-        clusters: Names of the clusters of each stage.
+        clusters: Names of the clusters of each stage. Several: its nodes are in different clusters.
         overlap: Whether gradients are reduced during the last backward pass.
 
     Raises:
         HolmesError: The profile has no stage on the same clusters.
     """
+    # Measured times of a stage on the same clusters, for each stage.
     measured = [_measured_on(profile, names, stage) for stage, names in enumerate(clusters)]
-    first = profile.stages[0]
-    last = profile.stages[-1]
+    first = profile.stages[0]  # measured the layers before the first block
+    last = profile.stages[-1]  # measured the layers after the last block
 
-    def row(times: StageTimes, direction: int) -> tuple[float, ...]:
-        """Return the seconds of every layer on a stage: measured there, or scaled from the stage that had it.
+    def layer_times(times: StageTimes, direction: int) -> tuple[float, ...]:
+        """Return the seconds of every layer on a stage: measured there, or scaled from another stage.
 
         Args:
             times: Times of the stage.
@@ -247,21 +248,27 @@ def measured_costs(
         after_s = last.after_s[direction] * _ratio(last, times)
         return (before_s, *_block_times(profile, times, direction), after_s)
 
+    # Messages: an activation to the next stage, whatever layer the stage ends with.
     neighbours = zip(clusters, clusters[1:])
     links_s = [_stage_link_s(profile, source, target) for source, target in neighbours]
+    layers = len(profile.gradient_bytes)
+    transfer_s = tuple(
+        (link_s,) * layers for link_s in (*links_s, 0.0)
+    )  # the last stage sends none
     # A stage that comes last to the all-reduce of the embeddings, or of the norm in the optimizer, does
     # not wait for others in it. So the least of the stages' times is that of the operation itself.
     optimizer_s = min(stage.optimizer_s for stage in profile.stages)
     tied_s = min(first.tied_s, last.tied_s) if len(clusters) > 1 else 0.0
-    layers = len(profile.gradient_bytes)
+    # By stage and layer: seconds of reducing the layer's gradients.
+    reduction_s = tuple(
+        tuple(size * times.reduction_s_per_byte for size in profile.gradient_bytes)
+        for times in measured
+    )
     return StageCosts(
-        forward_s=tuple(row(times, _FORWARD) for times in measured),
-        backward_s=tuple(row(times, _BACKWARD) for times in measured),
-        reduction_s=tuple(
-            tuple(size * times.reduction_s_per_byte for size in profile.gradient_bytes)
-            for times in measured
-        ),
-        transfer_s=tuple((link_s,) * layers for link_s in (*links_s, 0.0)),
+        forward_s=tuple(layer_times(times, _FORWARD) for times in measured),
+        backward_s=tuple(layer_times(times, _BACKWARD) for times in measured),
+        reduction_s=reduction_s,
+        transfer_s=transfer_s,
         micro_batches=profile.micro_batches,
         latency_s=tuple(times.reduction_latency_s + optimizer_s for times in measured),
         tied_s=tied_s,
@@ -274,7 +281,7 @@ def measured_costs(
 def _measured_on(profile: Profile, names: Sequence[str], stage: int) -> StageTimes:
     """Return the measured times of a stage that ran on exactly the given clusters.
 
-    If several stages did, it is the one with the number `stage` if possible, else the first one.
+    If several stages did, it is that with the number `stage` if possible, else the first.
 
     Args:
         profile: Times of all measured stages.

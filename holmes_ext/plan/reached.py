@@ -1,17 +1,17 @@
-"""FLOP/s of a GPU's kernels, from the FLOP/s that whole training steps reach.
+"""FLOP/s of a GPU's kernels, computed from the FLOP/s that whole training steps reach.
 
 Two kinds of figures are published for a GPU:
 
     kernels        the FLOPs of a step / the time in which its kernels run
-    whole steps    the FLOPs of a step / the time of the step, which also has pipeline bubbles and exposed
+    whole steps    the FLOPs of a step / the time of the step, including pipeline bubbles and exposed
                    communication. Training logs and papers give this figure, often as MFU (part of the peak)
 
 The cost model adds bubbles and communication to the time of kernels, so it needs the first figure. With the
-second one it would count them twice: BLOOM-176B on 384 A100 reached 150 TFLOP/s in whole steps of 105 s, and
-kernels of 150 TFLOP/s give steps of 129 s.
+second figure it would count them twice: BLOOM-176B on 384 A100 reached 150 TFLOP/s in whole steps of 105 s,
+and kernels of 150 TFLOP/s give steps of 129 s.
 
-This module finds the FLOP/s of kernels for which the predicted step of a given layout, without holmes and on
-one cluster alone, is the one that the figure of whole steps stands for.
+This module finds the FLOP/s of kernels with which the predicted step of a job without holmes, on a single
+cluster, takes as long as the given figure of whole steps means.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _BOTH_PASSES = 3
 
 
 class KernelFlops(NamedTuple):
-    """Model whose GPUs have the FLOP/s of kernels, and lines for the user about their origin."""
+    """Model whose GPUs have the FLOP/s of kernels, and lines for the user on the origin of these figures."""
 
     model: Model  # model.gpus: cluster -> GPU, with its FLOP/s
-    lines: list[str]  # one for each cluster whose FLOP/s were computed or assumed here
+    lines: list[str]  # a line for each cluster whose FLOP/s were computed or assumed here
 
 
 def with_kernel_flops(model: Model, spec: SiteSpec, sizes: Sizes | None) -> KernelFlops:
-    """Return the model with the FLOP/s of kernels for each cluster that gives only those of whole steps.
+    """Return the model with FLOP/s of kernels, also for clusters that give only those of whole steps.
 
-    A cluster gives them in cluster.toml by gpu_model_flops or gpu_hardware_flops. It is assumed that they
+    cluster.toml gives the latter as gpu_model_flops or gpu_hardware_flops. It is assumed that they
     were measured with the user's parallel sizes, in a job on all nodes of this cluster and no others. If
     these sizes do not fit the cluster, the given FLOP/s count as those of kernels, and a line says so.
 
@@ -121,7 +121,7 @@ def _kernel_flops(model: Model, spec: SiteSpec, cluster: ClusterSpec, sizes: Siz
         # The user's data size is for all clusters. 0: it follows from the number of this cluster's GPUs.
         complete = replace(sizes, data=0).complete(site.world_size, site.processes)
         micro_batches = model.micro_batches_of(complete.data)
-        # Network and placement of a job without holmes: one fabric, and ranks in the launcher's order.
+        # Network and placement of a job without holmes: a single fabric, ranks in the launcher's order.
         network = Network(site, links, single_fabric=stock_fabric(site))
         placement = launched(network, complete)
     except HolmesError as error:
@@ -153,7 +153,7 @@ def _flops_of_step(model: Model, micro_batches: int, counts_recomputation: bool)
     Args:
         model: The model.
         micro_batches: Micro-batches of all data-parallel ranks together.
-        counts_recomputation: Whether passes that are computed again count.
+        counts_recomputation: Whether to count the FLOPs of forward passes that run again (recomputation).
     """
     # FlashAttention computes attention scores again inside of its backward kernel. Published FLOP/s (MFU and
     # HFU in training logs) do not count that.
@@ -172,8 +172,9 @@ def _ratio(step_s: Callable[[float], float], target_s: float, cluster: str) -> f
     """Return the ratio of the FLOP/s of kernels to those of whole steps, by bisection.
 
     Args:
-        step_s: Ratio -> predicted seconds of a step. A larger ratio never makes the step longer.
-        target_s: Seconds of the step that is looked for.
+        step_s: Returns the predicted seconds of a step for a ratio. A larger ratio never makes the step
+            longer.
+        target_s: Seconds that the step should take.
         cluster: Name of the cluster, for the error message.
 
     Raises:

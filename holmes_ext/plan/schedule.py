@@ -1,11 +1,11 @@
-"""Passes of every pipeline stage in order, which are planned, priced by the simulation and run by an engine.
+"""Order of the passes (forward, backward) of every pipeline stage, as a plan stores it and an engine runs it.
 
 A text has a letter and the number of a micro-batch for each pass, such as "F0 F1 I0 F2 W0 ...". The
 letters are those of torch.distributed.pipelining:
 
     F    forward pass
     B    whole backward pass
-    I    first part of a split backward pass: gradients of the input, which the previous stage waits for
+    I    first part of a split backward pass: gradients of the input. The previous stage waits for them
     W    second part: gradients of the weights. No stage waits for them, so they can fill idle time
          (zero bubble; Qi et al. 2024, arXiv 2401.10241)
     g    not a pass: the stage posts the receive of a gradient
@@ -13,8 +13,9 @@ letters are those of torch.distributed.pipelining:
 A stage runs the micro-batches of each kind of pass in ascending order, so weight gradients are summed in
 the same order as in the engine's own schedule.
 
-With NCCL, the messages of each stage link need an order in which both ends launch them
-(runtime/groups/receive_order.py). The "g" entries define it. With gloo there are none.
+A stage link is the connection of two neighbouring stages. With NCCL, both of its ends must launch their
+messages in the same order (runtime/groups/receive_order.py). The "g" entries define this order. With gloo
+there are no "g" entries.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _NEEDED = {"B": "F", "I": "F", "W": "I"}
 
 
 def before(order: Sequence[OnePass], counted: str, of_letters: str) -> tuple[int, ...]:
-    """Return how many passes with `counted` letters come before each pass with one of `of_letters`.
+    """Return how many passes with `counted` letters come before each pass with a letter of `of_letters`.
 
-    For the order F0 F1 B0 F2 B1, counted "F" and of_letters "B", it is (2, 3): two forward passes
+    For the order F0 F1 B0 F2 B1, counted "F" and of_letters "B", the result is (2, 3): two forward passes
     come before B0, three before B1.
 
     Args:
@@ -77,14 +78,14 @@ class Times:
 
 @dataclass(frozen=True)
 class PassOrder:
-    """Passes of every stage in order, and optionally one order of each stage link's messages.
+    """Passes of every stage in order, and optionally the order of the messages of each stage link.
 
     Raises:
         HolmesError: An engine could not run these passes.
     """
 
     stages: tuple[tuple[OnePass, ...], ...]
-    #: NCCL needs one order of the messages (activations and gradients) of each stage link. It is
+    #: NCCL needs a common order of the messages (activations and gradients) of a stage link. It is
     #: given by the number of activations that precede each gradient: activations_before[stage
     #: link][micro-batch of the gradient]. (): messages need no order (gloo).
     activations_before: tuple[tuple[int, ...], ...] = ()
@@ -120,7 +121,7 @@ class PassOrder:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Return the text of each stage, such as "F0 F1 g0 B0 ...", which parse() reads.
+        """Return the text of each stage, such as "F0 F1 g0 B0 ...", in the form that parse() reads.
 
         "g0": the stage posts the receive of gradient 0, after the forward pass that sends the
         last activation before the gradient. With activations_before (2, 2, 3), two activations
@@ -151,7 +152,7 @@ class PassOrder:
 
     @property
     def splits(self) -> bool:
-        """Return whether a backward pass is split."""
+        """Return whether a backward pass is split in two: gradients of the inputs, then of the weights."""
         return any(letter == "W" for order in self.stages for letter, _ in order)
 
     def __post_init__(self) -> None:
@@ -163,9 +164,9 @@ class PassOrder:
             self._check_message_order(stage_link, activations_before)
 
     def _check_stage(self, stage: int, order: Sequence[OnePass]) -> None:
-        """Raise HolmesError if a stage lacks passes, or if a pass comes before one that it needs."""
+        """Raise HolmesError if a stage lacks passes, or if a pass comes before another that it needs."""
         wanted = [*range(self.micro_batches)]
-        # "B" is both parts of a backward pass, "I" and "W" are one part each.
+        # "B" is both parts of a backward pass, "I" and "W" are the two parts.
         kinds = {"F": "forward", "BI": "input-gradient", "BW": "weight-gradient"}
         for letters, name in kinds.items():
             numbers = [number for letter, number in order if letter in letters]
@@ -187,8 +188,9 @@ class PassOrder:
 
         The later stage makes a gradient after some forward passes, and needs their activations first. The
         earlier stage waits for the gradient in a backward pass, and sends the activations of the following
-        forward passes only after it. So the activations before the gradient are at least as many as
-        the forward passes of the later stage, and at most as many as those of the earlier one.
+        forward passes only after it. So the number of activations before the gradient has two limits:
+        at least the later stage's forward passes before that backward pass, at most the earlier
+        stage's.
 
         Args:
             stage_link: Number of the stage link.
@@ -217,11 +219,11 @@ class PassOrder:
         return tuple(before(order, counted="F", of_letters="BI") for order in self.stages)
 
     def receive_orders(self, stage_link: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the orders of activations and gradients by which the two stages of a link receive.
+        """Return the order of activations and gradients by which each stage of a link posts its receives.
 
         On a link, activations go one way and gradients the other way. An order mixes both. It has
         for each gradient the number of activations before it: a0 a1 g0 a2 g1 is (2, 3).
-        With NCCL both stages use one order. With gloo, a stage posts a receive after its own sends
+        With NCCL both stages use the same order. With gloo, a stage posts a receive after its own sends
         that precede the message in the order of the sending stage's passes.
 
         Args:
@@ -232,8 +234,8 @@ class PassOrder:
             receives gradients.
         """
         if self.activations_before:
-            in_one_order = self.activations_before[stage_link]
-            return in_one_order, in_one_order
+            common_order = self.activations_before[stage_link]
+            return common_order, common_order
         # A stage sends an activation after each forward pass, or a gradient after each backward pass.
         # So the numbers of forward passes before its backward passes are the order of its messages.
         earlier_stage = self._forwards_before_backward[stage_link]  # sends the activations
@@ -243,9 +245,10 @@ class PassOrder:
     def posted_after(self, stage_link: int, received: str, number: int) -> OnePass | None:
         """Return the pass of the receiving stage after which it posts the receive of a message.
 
-        On a link, activations go one way and gradients the other way. In their order (see
-        receive_orders), the receiver posts the receive after its own last send before the message.
-        The result is the pass that makes this send. Order a0 a1 g0: after "F" of micro-batch 1.
+        On a stage link, activations go one way and gradients the other way, in a common order (see
+        receive_orders). The receiving stage posts the receive after the last message before it that
+        this stage itself sends. The result is the pass that makes this sent message. In the order
+        a0 a1 g0, gradient g0 follows activation a1: its receive is posted after "F" of micro-batch 1.
 
         Args:
             stage_link: Number of the stage link.
@@ -255,18 +258,20 @@ class PassOrder:
         Returns:
             (letter, micro-batch) of the pass; None: the receive is posted when the step begins.
         """
-        # Two orders of the messages, each as the number of activations before each gradient.
-        for_activations, for_gradients = self.receive_orders(stage_link)
+        # For each gradient, the number of activations before it.
+        when_receiving_activations, when_receiving_gradients = self.receive_orders(stage_link)
         if received == "B":
-            # If n activations come before this gradient, the last one is n - 1. n is at least 1: a
-            # gradient follows the activation of its own micro-batch.
-            return "F", for_gradients[number] - 1
-        # Activation `number` follows after `number` activations. The gradients before it are those with
-        # at most `number` activations before them; bisect_right counts these.
-        gradients_before = bisect_right(for_activations, number)
-        if gradients_before == 0:
+            # The receiving stage sends activations. The last of n activations has number n - 1. n is
+            # at least 1, because a gradient follows the activation of its own micro-batch.
+            activations_sent = when_receiving_gradients[number]
+            return "F", activations_sent - 1
+        # The receiving stage sends gradients. Those before activation `number` have at most `number`
+        # activations before them. The numbers of activations ascend, so bisect_right counts these
+        # gradients.
+        gradients_sent = bisect_right(when_receiving_activations, number)
+        if gradients_sent == 0:
             return None
-        return "B", gradients_before - 1
+        return "B", gradients_sent - 1
 
     def in_order(self) -> Iterator[tuple[int, OnePass]]:
         """Yield (stage, pass) of all passes, each after those that it needs.
@@ -304,9 +309,9 @@ class PassOrder:
     ) -> bool:
         """Return whether the message that a pass needs has been sent, or whether it needs none.
 
-        A forward pass ("F") needs the activation of the previous stage. A backward pass needs the
-        gradient that the backward pass of the next stage makes. This is a whole one ("B") or the
-        first half of a split one ("I"). The second half ("W") needs no message.
+        A forward pass ("F") needs the activation of the previous stage. A backward pass ("B", or the
+        first half "I" of a split backward pass) needs the gradient that the next stage's "B" or "I"
+        makes. The second half "W" needs no message.
 
         Args:
             stage: Stage of the pass.
@@ -375,52 +380,47 @@ class PassOrder:
         return ready
 
     def in_one_order(self, times: Times) -> PassOrder:
-        """Return these passes with an order of each stage link's messages.
+        """Return these passes with a common order of the messages of each stage link, as NCCL needs.
 
-        Messages are ordered by the moment halfway between the end of the pass that makes a message
-        and the beginning of the pass that needs it: so each is neither late nor delays others. The
-        order is written as the number of activations before each gradient (`activations_before`),
-        and kept within the limits that the passes of both stages allow.
+        Each message gets a moment: halfway between the end of the pass that makes it and the
+        beginning of the pass that needs it. The messages of a link are sorted by their moments, so
+        a message waits little for others. The order is written as the number of activations
+        before each gradient (`activations_before`).
 
         Args:
             times: Seconds of the passes and messages.
         """
-        ready = self._pass_ends(times)
+        ends = self._pass_ends(times)
         begins: Ends = {}
         for stage, order in enumerate(self.stages):
             for letter, number in order:
                 key = (stage, _recorded_letter(letter), number)
-                begins[key] = ready[key] - times.of(letter, stage)
+                begins[key] = ends[key] - times.of(letter, stage)
 
         def moments(sender: int, receiver: int, letter: str) -> list[float]:
-            """Return the moment of each micro-batch's message, times two.
-
-            The factor does not change the order, so the sum need not be halved.
-            """
+            """Return twice the moment of each micro-batch's message; the factor keeps the order."""
             return [
-                ready[sender, letter, number] + begins[receiver, letter, number]
+                ends[sender, letter, number] + begins[receiver, letter, number]
                 for number in range(self.micro_batches)
             ]
 
         counts_of_links = []  # by stage link and micro-batch: activations before the gradient
         for stage_link in range(len(self.stages) - 1):
             activations = moments(stage_link, stage_link + 1, "F")
-            gradients = moments(stage_link + 1, stage_link, "I")  # of "B" passes, too
-            # A gradient follows the activations that the later stage needs for it, and precedes
-            # those that the earlier stage sends only after it has used the gradient.
+            gradients = moments(stage_link + 1, stage_link, "I")  # "I" also stands for "B"
+            # Limits that the passes of both stages set (see _check_message_order).
             least = self._forwards_before_backward[stage_link + 1]
             most = self._forwards_before_backward[stage_link]
-            counts_of_links.append(
-                tuple(  # bisect_left counts the activations with an earlier moment
-                    min(max(bisect_left(activations, moment), low), high)
-                    for moment, low, high in zip(gradients, least, most)
-                )
-            )
+            counts = []
+            for moment, low, high in zip(gradients, least, most):
+                earlier_activations = bisect_left(activations, moment)
+                counts.append(min(max(earlier_activations, low), high))
+            counts_of_links.append(tuple(counts))
         return replace(self, activations_before=tuple(counts_of_links))
 
 
 def _recorded_letter(letter: str) -> str:
-    """Return the letter under which the end of a pass is recorded: "I" for "B", else the letter.
+    """Return the letter under which the end of a pass is recorded: "I" for "B", else `letter` itself.
 
     Both "I" and "B" make the gradient that the previous stage waits for.
     """
@@ -448,7 +448,7 @@ def passes(
         virtual: Chunks per stage.
         in_flight: Micro-batches in flight under 1F1B; 0: stages - stage.
         breadth_first: Whether all micro-batches of a chunk run before the next chunk, as in torch's
-            ScheduleLoopedBFS (which has another backward order; that changes no time).
+            ScheduleLoopedBFS. (Its backward passes have another order, but take as long.)
 
     Raises:
         HolmesError: Interleaved, and the micro-batches are not divisible by the stages.

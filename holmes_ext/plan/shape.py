@@ -33,16 +33,16 @@ class Shape:
     replicas: int = 1
 
     def sizes(self, order: str = DEFAULT_ORDER) -> Sizes:
-        """Return the parallel sizes, with an order of the axes."""
+        """Return the parallel sizes, with the given order of the axes of the grid of ranks."""
         return Sizes(self.pipeline, self.tensor, self.context, self.expert, self.data, order)
 
     @property
     def mode(self) -> Mode:
-        """Return the ZeRO stage, and whether there is more than one pipeline stage."""
+        """Return the ZeRO stage, and whether there are several pipeline stages."""
         return Mode(self.zero, has_pipeline=self.pipeline > 1)
 
     def model(self, model: Model) -> Model:
-        """Return `model` with this micro-batch, recomputation and ZeRO stage."""
+        """Return `model` with the micro-batch, recomputation and ZeRO stage of this shape."""
         return replace(
             with_mode(model, self.mode),
             micro_batch=self.micro_batch,
@@ -63,9 +63,10 @@ class Shape:
 
 
 def zero_of(model: Model) -> int:
-    """Return the ZeRO stage whose sharded bytes are nearest to the model's sharded_bytes."""
+    """Return the ZeRO stage that shards about as many bytes per parameter as the model's sharded_bytes."""
 
     def distance(zero: int) -> float:
+        """Return how far the bytes per parameter that a ZeRO stage shards are from the model's."""
         sharded_bytes = state_of(model, Mode(zero, has_pipeline=False)).sharded_bytes
         return abs(sharded_bytes - model.sharded_bytes)
 
@@ -76,6 +77,7 @@ def with_mode(model: Model, mode: Mode) -> Model:
     """Return `model` with state_bytes and sharded_bytes as a ZeRO stage divides them.
 
     Args:
+        model: Model with the settings of its training.
         mode: The ZeRO stage, and whether there is a pipeline.
     """
     state = state_of(model, mode)
@@ -92,7 +94,7 @@ def shape_of(model: Model, sizes: Sizes, zero: int | None = None, virtual: int =
     Args:
         model: The model and its training settings.
         sizes: Parallel sizes, with the data size.
-        zero: ZeRO stage; None: as the model says.
+        zero: ZeRO stage; None: the stage that suits the model's sharded_bytes (zero_of).
         virtual: Chunks of layers that each pipeline stage has; more than 1: interleaved schedule.
 
     Raises:

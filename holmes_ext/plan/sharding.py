@@ -19,9 +19,9 @@ from holmes_ext.words import some_of
 class ShardedWeights:
     """Sizes of a model's weights and gradients in bytes, for training that shards them."""
 
-    units: int  # parts of the model that are gathered one by one (FSDP units, such as layers)
-    weight_bytes: float  # of all units, in the dtype in which they travel
-    gradient_bytes: float  # of all units, in the dtype in which they travel
+    units: int  # parts of the model that are gathered separately (FSDP units, such as layers)
+    weight_bytes: float  # of all units, in the dtype in which weights are sent
+    gradient_bytes: float  # of all units, in the dtype in which gradients are sent
     regathered_share: float = 1.0  # part of the weights that the backward pass gathers again
 
 
@@ -32,7 +32,7 @@ def sharded_seconds(
     network_api: str,
     hybrid: bool = False,
 ) -> float:
-    """Return the seconds of all gathers and reduce-scatters of a step, without computation.
+    """Return the seconds that all gathers and reduce-scatters of a step take, without computation.
 
     The weights of each unit (such as a layer) are gathered before its forward pass, and partly
     again before its backward pass. Its gradients are reduce-scattered.
@@ -41,7 +41,7 @@ def sharded_seconds(
         plan: The plan.
         ranks: Ranks that the weights are sharded over.
         sharded: Size of the model.
-        network_api: "verbs" or "sockets".
+        network_api: Interface to the NICs: "verbs" (NCCL) or "sockets" (gloo).
         hybrid: Whether each cluster has all shards, and gradients are summed across clusters.
     """
     network = Network(site_of(plan, network_api))
@@ -50,7 +50,8 @@ def sharded_seconds(
     if family.ranks == 1:
         return 0.0
     parts = inside_clusters(network, family) if hybrid else []
-    # Without hybrid sharding, or if the clusters are uneven, one ring spans all ranks.
+    # Without hybrid sharding, or if the clusters have different numbers of ranks, a single ring spans all
+    # ranks.
     rings = [network.ring(part, groups=1) for part in parts or [family]]
     slowest = max(rings, key=lambda ring: ring.price.byte_s)
     across = None
@@ -75,7 +76,7 @@ def sharded_seconds(
 
 
 def equal_groups(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
-    """Return `ranks` by cluster.
+    """Return `ranks` divided by cluster, if each cluster has equally many of them.
 
     Raises:
         HolmesError: The clusters have different numbers of these ranks.
@@ -98,7 +99,7 @@ def spanning_rows(plan: Plan, rows: Sequence[Sequence[int]]) -> str:
         rows: Groups of ranks.
 
     Returns:
-        "" if each row lies in one cluster.
+        "" if no row spans clusters.
     """
     for row in rows:
         clusters = plan.by_cluster(row)

@@ -1,4 +1,4 @@
-"""Parallel sizes of a job, and the groups of ranks that follow from them.
+"""Parallel sizes of a job (degrees of parallelism), and the groups of ranks that follow from them.
 
 Training engines lay ranks out as a grid, with the first axis of `order` innermost. This is the `order` of
 megatron.core.parallel_state.RankGenerator; DeepSpeed's ProcessTopology has pipe outermost, then data,
@@ -20,7 +20,7 @@ from holmes_ext.words import named_values
 
 AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
 #: Kind of group -> axes along which its ranks differ. Gradients are reduced over data x context (the dp_cp
-#: group of megatron.core).
+#: group of megatron.core). Expert groups are lines in another grid (expert_grid).
 KINDS = {
     "data": ("dp", "cp"),
     "tensor": ("tp",),
@@ -41,7 +41,7 @@ PIPELINES_FIRST = "tp-cp-ep-pp-dp"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parallel sizes of a job."""
+    """Parallel sizes of a job: number of ranks along each axis of the grid of ranks."""
 
     pipeline: int = 1
     tensor: int = 1
@@ -55,6 +55,7 @@ class Sizes:
         self._check_order()
 
     def _check_sizes(self) -> None:
+        """Raise HolmesError if a size is too small; only the data size may be 0 (not given)."""
         for name in ("pipeline", "tensor", "context", "expert"):
             if getattr(self, name) < 1:
                 raise HolmesError(
@@ -82,12 +83,17 @@ class Sizes:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Return the axes, innermost first, without the expert axis (which subdivides others)."""
+        """Return the axes of the grid of all ranks ("tp", "cp", "dp", "pp"), innermost first.
+
+        Ranks that are neighbours along the innermost axis have consecutive numbers. Axes that `order`
+        lacks come last. The expert axis "ep" is left out: expert-parallel groups are made of ranks
+        along the other axes (expert_grid).
+        """
         named = [axis for axis in self.order.split("-") if axis != "ep"]
         return (*named, *(axis for axis in AXES if axis not in named))
 
     def complete(self, world_size: int, processes: int = 1) -> Sizes:
-        """Return the sizes with the data size.
+        """Return these sizes with the data size, which fills the world size.
 
         Args:
             world_size: Number of ranks.
@@ -114,53 +120,57 @@ class Sizes:
         return replace(self, data=data)
 
     def _advice_on_sizes(self, world_size: int, processes: int) -> str:
-        """Return the end of an error message: sizes that fit the nodes, or node numbers that fit.
+        """Return the end of an error message: two ways to make the sizes and the nodes fit.
 
-        The message begins with "... does not divide the world size 56; ". Its end depends on which
-        size is the cause:
+        The message begins with "... does not divide the world size 56; ". Its end proposes another
+        value of the size at fault, or other numbers of nodes (`node_counts`):
 
             data         "leave data out; or 12 or 16 nodes for pipeline 4"
             tensor       "tensor 1, 2, 4 would (context 2); or 12 nodes for pipeline 4"
             pipeline     "for tensor 8: pipeline 1, 7; or 12 or 16 nodes for pipeline 4"
 
-        "data" means that the user gave a data size; it would otherwise follow from the other sizes.
-
         Args:
-            world_size: Number of ranks, which the sizes do not divide.
-            processes: Ranks of each node.
+            world_size: Number of ranks of the job; the sizes do not divide it.
+            processes: Ranks of each node; 1 if the nodes differ.
         """
-        stage_ranks = self.tensor * self.context
-        # World sizes that fit consist of whole nodes and whole pipelines: multiples of `unit`. Name the
-        # next ones below and above the present world size.
-        unit = math.lcm(stage_ranks * self.pipeline, processes)
-        below = world_size // unit * unit
-        above = math.ceil(world_size / unit) * unit
-        world_sizes = sorted({ranks for ranks in (below, above) if ranks} - {world_size})
+        world_sizes = self._fitting_world_sizes(world_size, processes)
         counts = " or ".join(str(ranks // processes) for ranks in world_sizes)
-        things = "nodes" if processes > 1 else "processes"
-        others = f"{counts} {things} for pipeline {self.pipeline}"
-        if self.data:  # without a data size, it follows from the others
-            return f"leave data out; or {others}" if counts else "leave data out"
-        if (
-            world_size % stage_ranks
-        ):  # no pipeline size fits: name tensor sizes that divide the ranks
+        unit = "nodes" if processes > 1 else "processes"
+        node_counts = f"{counts} {unit} for pipeline {self.pipeline}"
+        if self.data:  # given by the user, though it would follow from the other sizes
+            return f"leave data out; or {node_counts}" if counts else "leave data out"
+        ranks_per_stage_copy = self.tensor * self.context
+        if world_size % ranks_per_stage_copy:
+            # No pipeline size fits. Propose tensor sizes that divide the ranks.
             most = min(world_size, _MOST_TENSOR)
             tensor_sizes = [
                 size for size in range(1, most + 1) if world_size % (size * self.context) == 0
             ]
-            return f"tensor {_listed(tensor_sizes)} would (context {self.context}); or {others}"
-        # Tensor and context size fit: name pipeline sizes.
+            return (
+                f"tensor {_listed(tensor_sizes)} would (context {self.context}); or {node_counts}"
+            )
+        # Tensor and context size fit. Propose the pipeline sizes that are nearest by ratio.
         fixed = f"tensor {self.tensor}"
         if self.context > 1:
             fixed += f" x context {self.context}"
-        pipeline_sizes = divisors(world_size // stage_ranks)
-        # Nearest to the given size by ratio.
+        pipeline_sizes = divisors(world_size // ranks_per_stage_copy)
         pipeline_sizes.sort(key=lambda size: abs(math.log(size / self.pipeline)))
         nearest = sorted(pipeline_sizes[:_MOST_NAMED])
-        return f"for {fixed}: pipeline {_listed(nearest)}; or {others}"
+        return f"for {fixed}: pipeline {_listed(nearest)}; or {node_counts}"
+
+    def _fitting_world_sizes(self, world_size: int, processes: int) -> list[int]:
+        """Return the nearest world sizes below and above `world_size` that consist of whole pipelines.
+
+        They also consist of whole nodes, with `processes` ranks each. `world_size` itself is left out.
+        """
+        pipeline_ranks = self.pipeline * self.tensor * self.context
+        step = math.lcm(pipeline_ranks, processes)  # all world sizes that fit are multiples of it
+        below = world_size // step * step
+        above = math.ceil(world_size / step) * step
+        return sorted({ranks for ranks in (below, above) if ranks} - {world_size})
 
     def tensor_inside(self, processes: int) -> bool:
-        """Return whether every tensor-parallel group lies in one node with this number of processes."""
+        """Return whether every tensor-parallel group lies in a single node of `processes` ranks."""
         return processes % (self.strides()["tp"] * self.tensor) == 0
 
     def size(self, axis: str) -> int:
@@ -255,7 +265,7 @@ def _expert_groups(sizes: Sizes, rank_strides: dict[str, int]) -> list[tuple[int
 
 
 def _offsets(strides: dict[str, int], sizes: dict[str, int]) -> list[int]:
-    """Return the sums of coordinate x stride for all coordinates of a grid, ascending.
+    """Return the distance of every point of a grid from its first point, ascending.
 
     Args:
         strides: Axis -> distance between neighbours.
@@ -268,11 +278,12 @@ def _offsets(strides: dict[str, int], sizes: dict[str, int]) -> list[int]:
 
 
 def _listed(values: Sequence[int]) -> str:
+    """Return numbers as text, such as "1, 2, 4"."""
     return ", ".join(map(str, values))
 
 
 def parse_sizes(text: str, where: str) -> Sizes:
-    """Return sizes from a text such as "pipeline=2,tensor=1".
+    """Return the sizes in a text such as "pipeline=2,tensor=1".
 
     Args:
         text: Fields of Sizes with their values.
@@ -302,15 +313,23 @@ def divisors(number: int) -> list[int]:
 
 
 def tied_sums(sizes: Sizes) -> list[tuple[int, ...]]:
-    """Return the groups of ranks that hold the same part of a weight of the first and last stage.
+    """Return the groups that sum the gradient of a weight that the first and the last stage share.
 
-    In each group, ranks of the first and of the last stage alternate.
+    The ranks of a group hold the same part of this tied weight (such as the embedding). In each
+    group, ranks of the first and of the last stage alternate.
+
+    Args:
+        sizes: Parallel sizes, with the data size.
     """
+    # Ranks with the same part of the weight in a stage are a data-parallel group.
     group_of = {rank: group for group in groups(sizes, "data") for rank in group}
+    # The groups of the first and the last stage that belong together: pipelines connect them.
     ends = {(group_of[ranks[0]], group_of[ranks[-1]]) for ranks in groups(sizes, "pipeline")}
-    return [
-        tuple(rank for pair in zip(first, last) for rank in pair) for first, last in sorted(ends)
-    ]
+    result = []
+    for first, last in sorted(ends):
+        pairs = zip(first, last)
+        result.append(tuple(rank for pair in pairs for rank in pair))
+    return result
 
 
 def sizes_text(sizes: Sizes) -> str:

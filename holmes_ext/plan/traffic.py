@@ -3,9 +3,9 @@
     fabrics    in order of preference; a group uses the first that all its nodes can use
     traffic    the decisions for each network API, or a single entry if they are equal for both
 
-The network API of a group's backend decides which ports the group can use. NCCL needs HCAs ("verbs"),
-gloo an IP address ("sockets"), which InfiniBand without IPoIB lacks. Ethernet carries both, so every node
-is on it.
+The network API of a group's backend decides which ports (NICs) the group can use. NCCL needs HCAs
+("verbs"). gloo needs an IP address ("sockets"); InfiniBand without IPoIB has none. Ethernet carries both,
+so every node is on it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def neighbours(order: Sequence[T]) -> list[tuple[T, T]]:
 
 @dataclass(frozen=True)
 class CrossClusterAlgorithm:
-    """Algorithm that adds up the sums of whole clusters (plan/across.py).
+    """Algorithm by which clusters add up their sums of gradients in a hierarchical all-reduce.
 
-    It has two halves: a reduce step adds up the sums, a gather step distributes the total.
+    Each cluster has first summed the gradients of its ranks. Then a reduce step adds up the clusters'
+    sums, and a gather step distributes the total. plan/across.py describes the three algorithms.
     """
 
     algorithm: str  # "direct", "ring" or "tree"
@@ -55,7 +56,7 @@ class CrossClusterAlgorithm:
         """Return the traffic of the reduce step, and that of the gather step.
 
         In a tree, sums go up to the root, and the total comes down. On a ring, each cluster passes
-        parts to the next one. With direct exchanges, each cluster sends every other one its part.
+        parts to its successor. With direct exchanges, each cluster sends a part to every other cluster.
 
         Returns:
             For both steps: (from cluster, to cluster) -> bytes for each byte of the sum.
@@ -93,8 +94,8 @@ class CrossClusterAlgorithm:
             return max(map(of, reduce_step))
         if self.algorithm == "ring":
             links_s = [of(pair) for pair in neighbours(self.order)]
-            # A part begins at each cluster and passes all links of the ring but one. The slowest part is
-            # the one that passes all but the fastest link.
+            # A part begins at each cluster and passes all links of the ring except the last. The slowest
+            # part is that which passes all but the fastest link.
             return sum(links_s) - min(links_s)
         # A tree: `parents` has the parent of each cluster in `order`, "" for the root. Parents come before
         # their children in `order`, so the latency of the parent is known already.
@@ -105,7 +106,7 @@ class CrossClusterAlgorithm:
 
     @property
     def message_share(self) -> float:
-        """Return the part of the sum's bytes that one message carries."""
+        """Return the part of the sum's bytes that each message carries, from 0 to 1."""
         return 1.0 if self.algorithm == "tree" else 1 / len(self.order)
 
     @property
@@ -126,8 +127,10 @@ class ReductionSpec:
     """How the gradients of a pipeline stage are averaged."""
 
     overlap: bool  # whether they are reduced during the last backward pass
-    bucket_bytes: int  # gradients that travel together in one ring
-    clusters: tuple[str, ...] = ()  # groups on several of these reduce hierarchically; (): one ring
+    bucket_bytes: int  # gradients that are reduced together in a ring
+    clusters: tuple[
+        str, ...
+    ] = ()  # groups on several of these reduce hierarchically; (): a flat ring
     #: Least bytes per step for which a hierarchical reduction is worth it; it is cut into chunks of
     #: chunk_bytes.
     hierarchical_from: int = 0
@@ -162,11 +165,11 @@ class StageLink:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Decisions about a job's communication, for the process groups of one network API or of both.
+    """Decisions about a job's communication, for the process groups of a network API or of both.
 
-    They are the network of each group, how each stage sums gradients and sends to the next one, and
-    in which order passes run. NCCL's groups use the network API "verbs", gloo's "sockets". If the
-    decisions for both are equal, a plan has one Traffic with both names.
+    They are the network of each group, how each stage sums gradients and sends to the next stage, and
+    the order of the passes. NCCL's groups use the network API "verbs", gloo's "sockets". If the
+    decisions for both are equal, a plan has a single Traffic with both names.
     """
 
     network_apis: tuple[str, ...]

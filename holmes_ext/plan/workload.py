@@ -29,11 +29,11 @@ def _option(default: float, name: str, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Workload:
-    """Seconds and bytes of a micro-batch on a pipeline stage, on a rank.
+    """Seconds and bytes of a micro-batch on a rank of a pipeline stage.
 
     Bytes are those of the forward and backward pass together. The defaults are for a model that is not known:
 
-        10^9 parameters on each rank (5 layers of hidden size 4096), one sequence of 2048 tokens
+        10^9 parameters on each rank (5 layers of hidden size 4096), a sequence of 2048 tokens
         150 TFLOP/s; 2 FLOPs per parameter and token in the forward pass, 4 in the backward pass
         16-bit activations, 32-bit gradients
         four tensor-parallel all-reduces per layer (Shoeybi et al. 2019, arXiv 1909.08053), four all-to-alls
@@ -90,7 +90,7 @@ class StageLoad:
     fixed_bytes: float = 0.0  # weights, gradients, optimizer and working memory
     kept_bytes: float = 0.0  # activations of each micro-batch in flight
     limit_bytes: float = 0.0  # memory of the stage's smallest GPU; 0: not known
-    #: Seconds of an activation to the next stage, as measured; 0: predicted from the networks.
+    #: Measured seconds of sending an activation to the next stage; 0: not measured.
     stage_link_s: float = 0.0
     weights_s: float = 0.0  # part of backward_s that can be delayed: weight gradients
 

@@ -17,6 +17,7 @@ def _is_checked(options: Options) -> bool:
 
 
 def _session_is_checked(current: Session) -> bool:
+    """Return whether the running job is to be checked only."""
     return _is_checked(current.options)
 
 

@@ -153,8 +153,8 @@ def edited(
 ) -> tuple[Edit, tuple[str, ...]]:
     """Return the changes to the flags of a command, and the new command.
 
-    If a flag stands several times in the command, the last one counts, as in argparse. So the last
-    one is changed, and earlier ones are removed.
+    If a flag stands several times in the command, the last occurrence counts, as in argparse. So that
+    is changed, and earlier occurrences are removed.
 
     Args:
         words: The command.
@@ -231,7 +231,7 @@ def edited_config(
 
 
 def _table(config: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return a nested table of a ds_config; an empty one, which is not in it, if there is none."""
+    """Return a nested table of a ds_config; if there is none, an empty dictionary outside of it."""
     table: dict[str, Any] = config
     for name in names:
         nested = table.get(name)

@@ -4,7 +4,7 @@ The contribution point "plan_companions" takes a module with
 
     add_arguments(add)               adds its arguments; `add` is add_argument() of the search's group
     wanted(args) -> bool             whether the arguments ask for the forecast
-    beside(result, seconds)          makes a PlanCompanion for a SearchResult, in about so many seconds
+    beside(result, seconds)          makes a PlanCompanion for a SearchResult, in about `seconds` seconds
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 
 class PlanCompanion(Protocol):
-    """Forecast that an extension adds to the output of `holmes plan`, such as one for joined jobs.
+    """Forecast that an extension adds to the output of `holmes plan`, such as a forecast of joined jobs.
 
     An extension implements all four methods; beside() of its module makes the object from the
     search result. Then `holmes plan` calls the method for the output that the user asked for: JSON,

@@ -27,8 +27,8 @@ def limited(
 
     Example: the user allows the tensor-parallel sizes 4 and 8, the framework 1, 2 and 4 -> only 4.
 
-    The field `hierarchical` of the result says who reduces gradients hierarchically (inside clusters,
-    then across them):
+    The field `hierarchical` of the result says whether holmes or the framework reduces gradients
+    hierarchically (inside clusters, then across them):
 
         None         holmes does, and the search chooses the reduction of each pipeline stage
         (1,), ...    the framework does, at these ZeRO stages only, and on all pipeline stages alike
@@ -152,6 +152,7 @@ def added(
     the flags name the layers of the stages, so that they are those of the candidate.
 
     Args:
+        candidate: The plan.
         cluster: File of the cluster description.
         plan: File of the plan; "" for none.
         layers: The flags name the layers of the stages; False if the script itself divides them.
@@ -175,6 +176,8 @@ def _sizes(candidate: Candidate, model: Model, global_batch: int) -> list[str]:
     """Return the flags that Megatron-LM and Megatron-DeepSpeed have in common: sizes and batch.
 
     Args:
+        candidate: The plan.
+        model: The model, with its batch and precision.
         global_batch: Sequences of a step.
     """
     shape = candidate.shape
@@ -198,6 +201,8 @@ def _megatron_lm(
     """Return the flags of Megatron-LM, and the properties of the plan that it does not support.
 
     Args:
+        candidate: The plan.
+        model: The model, with its batch and precision.
         global_batch: Sequences of a step.
     """
     shape = candidate.shape
@@ -254,6 +259,8 @@ def _ds_config(candidate: Candidate, model: Model, global_batch: int) -> dict[st
     """Return DeepSpeed's configuration (ds_config.json), without its section on the pipeline.
 
     Args:
+        candidate: The plan.
+        model: The model, with its batch and precision.
         global_batch: Sequences of a step.
     """
     shape = candidate.shape
@@ -290,9 +297,9 @@ def _unsupported(candidate: Candidate, name: str, has_experts: bool = False) -> 
         if value is not None and value not in allowed:
             lacks.append(f"{axis} {value} (limit {axis}={','.join(map(str, allowed))})")
     # Without a limit on the order of the axes, the framework supports every order.
-    # With the order PIPELINES_FIRST, each pipeline has consecutive ranks. The search chooses it where
-    # stages cannot have whole nodes of each cluster. Then data-parallel groups cross clusters, which
-    # `--limit clusters=pipeline` forbids (only pipelines cross clusters).
+    # With the order PIPELINES_FIRST, each pipeline has consecutive ranks. The search chooses it if
+    # stages cannot have whole nodes of each cluster. Then data-parallel groups cross clusters. The
+    # limit `--limit clusters=pipeline` forbids that (only pipelines cross clusters).
     allowed_orders = limits.get("order")
     is_refused = allowed_orders is not None and order not in allowed_orders
     if order == PIPELINES_FIRST and is_refused:
@@ -304,7 +311,7 @@ def _fsdp2(candidate: Candidate, holmes: Sequence[str]) -> Launch:
     """Return how FSDP2 runs a plan.
 
     With several replicas of the sharded model (hybrid sharding) there are two ways. The script has
-    a device mesh with one dimension of data parallelism, and --holmes-fsdp hybrid divides it into
+    a device mesh with a single dimension of data parallelism, and --holmes-fsdp hybrid divides it into
     replicas and shards. Or the script has the mesh of two dimensions itself, and runs without
     --holmes-fsdp.
 
@@ -324,10 +331,10 @@ def _fsdp2(candidate: Candidate, holmes: Sequence[str]) -> Launch:
 
 
 def replicas_of(candidate: Candidate) -> int:
-    """Return on how many clusters each stage lies, if it is the same number for all stages; else 0.
+    """Return the number of clusters of each stage, if it is the same for all stages; else 0.
 
-    A framework with hybrid sharding can keep one replica of the stage on each of them. The result
-    is 0 also if a stage has more ranks on one of its clusters than on another.
+    A framework with hybrid sharding can keep a replica of the stage on each of these clusters. The
+    result is 0 also if a stage has different numbers of ranks on its clusters.
     """
     counts = set()
     for clusters in candidate.placement.stages:  # (cluster, ranks on it)
@@ -395,9 +402,8 @@ def _torchtitan(candidate: Candidate, global_batch: int, holmes: list[str]) -> L
     script = ""
     local_batch = shape.micro_batch
     if shape.pipeline > 1:
-        local_batch *= (
-            shape.micro_batches
-        )  # torchtitan's local batch is all micro-batches of a pipeline
+        # torchtitan's local batch is all micro-batches of a pipeline.
+        local_batch *= shape.micro_batches
         values["pipeline_parallel_schedule"] = schedule_of(candidate)
         values["pipeline_parallel_microbatch_size"] = shape.micro_batch
         if len(set(split)) > 1:

@@ -2,10 +2,10 @@
 
 A suggestion must not leave a flag of the old layout in the command. `--recompute-granularity full`, for
 example, slows the new plan down, and `--overlap-param-gather` without the distributed optimizer is an error.
-The tables say which flags those are, and how many words follow each one:
+The tables name such flags, and how many words follow each flag:
 
-    DECIDED     The plan decides what these flags say: a plan that needs another value changes the flag,
-                and a plan that does not need the flag removes it.
+    DECIDED     The plan decides the values of these flags: a plan that needs another value changes the
+                flag, and a plan that does not need the flag removes it.
     NEEDS       These flags are the user's choice, but the framework refuses them, or ignores them, unless
                 the plan has the property named. Then they are removed.
 
@@ -73,7 +73,7 @@ LAYERS = {
     "--account-for-loss-in-pipeline-split": 0,
     "--holmes-partition": 1,
 }
-#: What the data-parallel ranks share out: optimizer, gradients, weights.
+#: State that the data-parallel ranks share out: optimizer, gradients, weights.
 SHARDING = {
     "--use-distributed-optimizer": 0,
     "--num-distributed-optimizer-instances": 1,
@@ -124,10 +124,12 @@ def _has_context(shape: Shape) -> bool:
 
 
 def _has_chunks(shape: Shape) -> bool:
+    """Return whether stages have several chunks of layers (interleaved schedule)."""
     return shape.virtual > 1
 
 
 def _has_sharded_optimizer(shape: Shape) -> bool:
+    """Return whether ranks share the optimizer state (ZeRO 1 to 3)."""
     return shape.zero > 0
 
 
@@ -138,6 +140,7 @@ def _hides_expert_traffic(shape: Shape) -> bool:
 
 
 def _gathers_under_optimizer(shape: Shape) -> bool:
+    """Return whether weights can be gathered while the optimizer runs: sharded, and with chunks."""
     return shape.zero > 0 and shape.virtual > 1
 
 
@@ -170,7 +173,7 @@ _NEEDS: dict[Callable[[Shape], bool], dict[str, int]] = {
     _gathers_under_optimizer: {"--overlap-param-gather-with-optimizer-step": 0},
     _hides_expert_traffic: {"--overlap-moe-expert-parallel-comm": 0},
 }
-#: Flag -> the property of a plan without which the flag is removed.
+#: Flag -> the property of a plan that the flag needs; without it the flag is removed.
 NEEDS = {flag: is_met for is_met, flags in _NEEDS.items() for flag in flags}
 #: Flag -> number of words that follow it.
 WORDS_AFTER = {

@@ -74,7 +74,7 @@ def edit_of(request: Request, launch: Launch) -> CommandEdit:
     if request.framework in MEGATRONS:
         wanted = _as_the_command_spells(request, wanted)
     unwanted = set(_unwanted(request, wanted))
-    # Flags that already say what the plan needs stay, even if the plan would spell that differently.
+    # Flags that already have the plan's value stay, even if the plan would spell it differently.
     untouched = set(_untouched(request))
     wanted = {flag: values for flag, values in wanted.items() if flag not in untouched}
     flags, command = edited(words, wanted, WORDS_AFTER, unwanted - untouched)
@@ -114,6 +114,7 @@ def _as_the_command_spells(
     - If the command's expert tensor size equals its tensor size, it follows the plan's tensor size.
 
     Args:
+        request: The command, the plan, and the layout of the command.
         wanted: Flag -> its values, as launch_flags.py writes them.
     """
     shape = request.candidate.shape
@@ -142,7 +143,7 @@ def _as_the_command_spells(
 
 
 def _last_value(words: Sequence[str], flag: str) -> str:
-    """Return the value of a flag in a command, of the last one if it is there several times."""
+    """Return the value of a flag in a command; the last value if it is there several times."""
     value = ""
     for word, following in zip(words, [*words[1:], ""]):
         name, equals, joined_value = word.partition("=")
@@ -156,13 +157,14 @@ def _unwanted(request: Request, wanted: Mapping[str, tuple[str, ...]]) -> Iterat
 
     The tables of plan_flags.py name them:
 
-        HOLMES             flags of holmes for a plan file and sizes, which belong to the old plan
+        HOLMES             flags of holmes for a plan file and sizes: they belong to the old plan
         DECIDED            flags whose value a plan decides; if this plan has none for them, they go
         NEEDS              flags that are refused or ignored unless a plan has a property, such as a
                            pipeline
         FSDP_CHECKPOINTS   checkpoint formats that only an FSDP has; no plan uses Megatron's FSDPs
 
     Args:
+        request: The command, the plan, and the layout of the command.
         wanted: Flag -> its values, for the flags of the plan.
     """
     if runs_already(request.candidate, request.layout):
@@ -181,7 +183,7 @@ def _unwanted(request: Request, wanted: Mapping[str, tuple[str, ...]]) -> Iterat
 
 
 def _untouched(request: Request) -> Iterator[str]:
-    """Yield the flags that stay as they are, because they already say what the plan needs.
+    """Yield the flags that stay as they are, because they already have the plan's value.
 
     There are two groups: the flags of recomputation (RECOMPUTE), and those of the layers of each
     stage and chunk (LAYERS).
@@ -209,6 +211,8 @@ def _wanted_keys(request: Request, launch: Launch, content: Mapping[str, Any]) -
     """Return the keys that the ds_config of a plan must have, joined by dots, with their values.
 
     Args:
+        request: The command, the plan, and the layout of the command.
+        launch: How the framework starts the plan, with its ds_config.
         content: The ds_config of the command; {} if there is none.
     """
     if runs_already(request.candidate, request.layout):
@@ -225,7 +229,7 @@ def _wanted_keys(request: Request, launch: Launch, content: Mapping[str, Any]) -
             wanted[name] = value
     if "--fp16" in request.words and "bf16.enabled" in wanted:
         wanted["fp16.enabled"] = wanted.pop("bf16.enabled")
-    # Keys that repeat what flags say must agree with them.
+    # Keys that repeat the content of flags must agree with them.
     values_of_optional_keys = {
         "pipeline": {
             "stages": shape.pipeline,
@@ -243,23 +247,31 @@ def _wanted_keys(request: Request, launch: Launch, content: Mapping[str, Any]) -
 def _unwanted_keys(
     request: Request, wanted: Mapping[str, tuple[str, ...]], content: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield keys of a ds_config that contradict the plan, joined by dots.
+    """Yield the keys of a ds_config that contradict the plan and must be removed.
+
+    Names of nested keys are joined by dots. Keys that the ds_config does not have may be yielded, too.
 
     Args:
+        request: The command and the plan.
         wanted: Flag -> its values, for the flags that the plan sets. Other flags of the command are
             not in it.
         content: The ds_config of the command.
     """
-    if runs_already(request.candidate, request.layout):
-        return
     candidate = request.candidate
+    if runs_already(candidate, request.layout):
+        return  # the command has this plan already, so its ds_config does not contradict it
+    # Overlap of the gradient reduction: "--holmes-overlap on" or "off", and DeepSpeed's own key.
+    flag_values = wanted.get("--holmes-overlap")
     overlap_comm = (content.get("zero_optimization") or {}).get("overlap_comm")
-    overlaps = wanted.get("--holmes-overlap")
-    is_given_twice = overlap_comm is not None and overlaps is not None
-    if is_given_twice and bool(overlap_comm) != (overlaps == ("on",)):
-        yield "zero_optimization.overlap_comm"
-    if len(set(candidate.split)) > 1:
+    if flag_values is not None and overlap_comm is not None:
+        plan_overlaps = flag_values == ("on",)
+        if bool(overlap_comm) != plan_overlaps:
+            yield "zero_optimization.overlap_comm"
+    # A DeepSpeed method of partitioning would not give uneven stages the layers of the plan.
+    has_uneven_stages = len(set(candidate.split)) > 1
+    if has_uneven_stages:
         yield "pipeline.partition"
-    # The key is the size of DeepSpeed's sequence parallelism, which a plan counts as context size.
+    # DeepSpeed's sequence parallelism is the context parallelism of a plan. Without it, the size has
+    # to be DeepSpeed's default, 1.
     if candidate.shape.context == 1:
         yield "sequence_parallel_size"

@@ -5,13 +5,14 @@
                               (AB)      AB AB AB AB    every cluster holds whole pipelines, gradients cross
     clusters A B C D          (AB)(CD)  AB AB CD CD    both
 
-Nodes of one cluster on the same fabrics form a node type. An order divides the node types into
-groups of equal size, and puts the groups into a sequence. The types of a group share stages: each
-holds a part of each of them. Types with equal nodes, GPUs, fabrics and links to other clusters are
-interchangeable, so only distinct orders are listed.
+Nodes of the same cluster on the same fabrics form a node type. An order divides the node types into
+groups of equally many types, and puts the groups into a sequence. The first group holds the first
+pipeline stages. The types of a group share its stages: each type holds a part of each stage. Types
+with equal nodes, GPUs, fabrics and links to other clusters are interchangeable and form a class, so
+only distinct orders are listed.
 
-If node types differ in the ranks of a node, an order of single nodes is one of blocks: nodes of one
-type that follow each other and together have as many ranks as a block of any other type.
+If node types differ in the ranks of a node, blocks are put into an order in place of single nodes. A
+block are nodes of the same type that follow each other; all blocks have equally many ranks.
 
     type a: nodes of 4 ranks     block of 8 ranks: a0 a1
     type b: nodes of 8 ranks     block of 8 ranks: b0
@@ -33,10 +34,9 @@ from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.placement import Content, Placement, merge_neighbours
 from holmes_ext.plan.sizes import PIPELINES_FIRST, Sizes
 
-#: Node types that share stages, in the order of the stages.
+#: Groups of node types in the order of the stages; the types of a group share stages.
 Groups = tuple[tuple[int, ...], ...]
-#: Largest number of distinct orders for one way to group the node types, times the number of
-#: stages.
+#: Largest number of distinct orders for each number of types in a group, times the number of stages.
 MAX_ORDERS = 9600
 #: Least number of distinct orders that are listed, however many stages there are.
 _LEAST_ORDERS = 8
@@ -49,7 +49,7 @@ MOST_CLASS_ORDERS = 120
 class Orders:
     """Distinct orders of the node types of a site, for the pipeline stages of a job.
 
-    A node type stands for the nodes of one cluster that are on the same fabrics.
+    A node type stands for the nodes of a cluster that are on the same fabrics.
     """
 
     def __init__(self, network: Network, gpus: Sequence[Gpu]):
@@ -122,18 +122,18 @@ class Orders:
         )
 
     def placements(self, sizes: Sizes) -> tuple[list[Placement], bool]:
-        """Return placements that keep clusters whole, and whether the list has every distinct one.
+        """Return placements that keep clusters whole, and whether the list is complete.
 
         A placement is an order of the nodes. In these placements, the nodes of a type either follow
         each other, or share their stages evenly with other types. Two placements are distinct if
         they differ in more than interchangeable node types. Large sites have too many to price.
-        Then the list has only the first ones, for each number of node types that share stages.
+        Then the list has only the first placements, for each number of node types that share stages.
 
         Args:
             sizes: Parallel sizes with the data size, in the default order of the axes.
 
         Returns:
-            The placements, and True if no distinct one is missing.
+            The placements, and True if no distinct placement is missing.
         """
         stages = sizes.pipeline
         if stages == 1:
@@ -160,7 +160,7 @@ class Orders:
             orders = chain(self._chained(group_size), self._distinct(group_size))
             first_orders = list(islice(orders, most))
             has_further_orders = next(orders, None) is not None
-            if stages > 1 and has_further_orders:  # with one stage, all orders are equal
+            if stages > 1 and has_further_orders:  # with a single stage, all orders are equal
                 is_complete = False
             for groups in dict.fromkeys(first_orders):  # each once
                 placements += self.placements_of(sizes, groups)
@@ -172,7 +172,7 @@ class Orders:
         Args:
             sizes: Parallel sizes with the data size.
             groups: Node types by group; all groups have equally many types. The first group holds
-                the first stages; the types of one group share all of its stages.
+                the first stages; the types of a group share all of its stages.
 
         Returns:
             A list with the placement, or [] if a group's nodes do not divide evenly among its
@@ -180,7 +180,7 @@ class Orders:
         """
         if len(groups[0]) > 1:
             return self._placements_with_shared_stages(sizes, groups)
-        # One type in each group: its nodes follow each other. (node type, number of nodes)
+        # Each group has a single type, whose nodes follow each other: (node type, number of nodes).
         node_runs = tuple((node_type, self.nodes[node_type]) for (node_type,) in groups)
         return [self._placement(sizes, node_runs)]
 
@@ -189,7 +189,7 @@ class Orders:
         return Placement(sizes, self.network.processes, node_runs, widths=self.network.widths)
 
     def _chained(self, group_size: int) -> Iterator[Groups]:
-        """Yield a few orders of the node types in which clusters with good links are neighbours.
+        """Yield a few sequences of groups of node types in which clusters with good links are neighbours.
 
         First comes the chain over the best links, cut into groups of `group_size` neighbours. Its
         reverse follows, and then the chain with each two neighbouring groups swapped. Without a
@@ -217,16 +217,20 @@ class Orders:
             yield (*groups[:left], groups[left + 1], groups[left], *groups[left + 2 :])
 
     def _distinct(self, group_size: int) -> Iterator[Groups]:
-        """Yield all sequences of groups of node types, without those that only swap equal types.
+        """Yield every way to divide the node types of the site into an ordered sequence of groups.
 
-        A depth-first search: `extend` appends each possible next group, and takes it back again.
-        Interchangeable node types form a class, named by its first type. A group is chosen as
-        numbers of types of each class, because it does not matter which types of a class it has.
+        Each node type is in exactly one group, and each group has `group_size` types. With types
+        0 1 2 3 and groups of two, ((0, 1), (2, 3)) and ((2, 3), (0, 1)) are two sequences.
+        Interchangeable node types form a class. Of sequences that only exchange types of the same
+        class, the first is yielded.
+
+        The search is depth-first: `extend` appends each possible next group, and takes it back.
 
         Args:
-            group_size: Number of node types in each group.
+            group_size: Number of node types in each group; it divides the number of node types.
         """
-        types_of: dict[int, list[int]] = {}  # class -> all of its types
+        # A class is named by its first type. class -> all of its types
+        types_of: dict[int, list[int]] = {}
         for node_type, equal_class in enumerate(self.first_equal_type):
             types_of.setdefault(equal_class, []).append(node_type)
         used = dict.fromkeys(types_of, 0)  # class -> number of its types that are in groups already
@@ -235,7 +239,7 @@ class Orders:
             """Yield every way to choose `size` of the node types that are in no group yet.
 
             Interchangeable node types form a class. A choice names only the class of each chosen
-            type: (3, 3, 5) stands for two types of class 3 and one of class 5. Of a class,
+            type: (3, 3, 5) stands for two types of class 3 and a type of class 5. Of a class,
             len(types_of[class]) - used[class] types are in no group yet.
 
             Args:
@@ -254,17 +258,18 @@ class Orders:
         def extend(groups: Groups) -> Iterator[Groups]:
             """Yield the complete sequences of groups that begin with `groups`.
 
-            A sequence is complete if each node type of the site is in exactly one of its groups.
-            Of sequences that differ only in interchangeable types, one is yielded. Interchangeable
-            types form a class. The enclosing function defines `group_size` (types in each group),
-            `types_of` (class -> its types), `used` (class -> number of its types in `groups`) and
-            `choices` (ways to choose the next group, as classes: (3, 3, 5) has two of class 3).
+            A sequence is complete if each node type of the site is in exactly one of its groups. Of
+            sequences that differ only in interchangeable types, the first is yielded.
+
+            The enclosing function defines `group_size` (types in each group), `types_of` (class of
+            interchangeable types -> its types), `used` (class -> number of its types in `groups`)
+            and `choices` (ways to choose the next group; (3, 3, 5) has two types of class 3).
             """
             if len(groups) * group_size == len(self.first_equal_type):
                 yield groups
                 return
             # A choice is the class of every type of the next group. All choices are listed first,
-            # because they depend on `used`, which the loop changes.
+            # because they depend on `used`, and the loop changes `used`.
             for choice in list(choices(group_size, list(types_of))):
                 group = []
                 for equal_class in choice:
@@ -291,7 +296,7 @@ class Orders:
             groups: Groups of node types that share stages; the first group holds the first stages.
 
         Returns:
-            One placement. [] in these cases: a group does not hold a whole number of stages; a type's
+            A list with the placement. [] in these cases: a group does not hold whole stages; a type's
             part of a stage has incomplete tensor or context groups; or stages must share nodes, and
             there are several groups.
         """
@@ -320,8 +325,8 @@ class Orders:
             # merge_neighbours: (a, 2), (a, 1) -> (a, 3)
             return [self._placement(sizes, merge_neighbours(node_runs))]
         if len(groups) > 1:
-            # With PIPELINES_FIRST every node holds ranks of all stages. But the nodes of one of
-            # several groups must hold only the stages of this group.
+            # With PIPELINES_FIRST every node holds ranks of all stages. But if there are several
+            # groups, the nodes of a group must hold only the stages of this group.
             return []
         node_runs = [(node_type, self.nodes[node_type]) for node_type in groups[0]]
         return [self._placement(replace(sizes, order=PIPELINES_FIRST), tuple(node_runs))]
@@ -350,7 +355,7 @@ def described(network: Network, placement: Placement) -> str:
 
 
 def classes_of(network: Network) -> dict[str, int]:
-    """Return the class of each node, by name. Nodes of one class are interchangeable.
+    """Return the class of each node, by name. Nodes of the same class are interchangeable.
 
     They have equally many ranks and the same fabrics. With a WAN they are also in the same cluster,
     because the links of two clusters may differ. A class is named by the first of its node types.
@@ -372,12 +377,12 @@ class Blocks:
     """Nodes of a site, in blocks that all have equally many ranks.
 
     A block is a set of interchangeable nodes (a class, classes_of()) that follow each other. With nodes
-    of 4 and of 8 ranks, a block has 8 ranks: two nodes of 4, or one of 8. A search for an order of the
-    nodes orders blocks instead, because any two of them can be swapped.
+    of 4 and of 8 ranks, a block has 8 ranks: two nodes of 4 ranks, or a node of 8. A search for an order
+    of the nodes orders blocks instead, because any two blocks can be swapped.
     """
 
     def __init__(self, network: Network, class_of: Mapping[str, int]):
-        """Find out how many nodes of each class form a block.
+        """Compute how many nodes of each class form a block.
 
         The ranks of a block are the least number that whole nodes of every class can have together
         (site.aligned_ranks).
@@ -397,14 +402,14 @@ class Blocks:
     def has_only_whole_blocks(self) -> bool:
         """Return whether no node is left over when the nodes of each class are cut into blocks.
 
-        A block is a number of nodes of one class (interchangeable nodes) with self.ranks ranks. If
-        nodes are left over, an order of blocks cannot have all nodes.
+        A block are nodes of the same class (interchangeable nodes) with self.ranks ranks together.
+        If nodes are left over, an order of blocks cannot have all nodes.
         """
         counts = Counter(self.class_of.values())
         return all(count % self.nodes[each] == 0 for each, count in counts.items())
 
     def in_launchers_order(self) -> tuple[int, ...]:
-        """Return the class of each block, in the order in which the launcher's list completes blocks.
+        """Return the class of each block, in the order in which the launcher's list of nodes completes them.
 
         A class is a set of interchangeable nodes. The nodes a0 b0 a1, of 4, 8 and 4 ranks, are the
         blocks b0 and (a0 a1) of 8 ranks.
@@ -421,8 +426,8 @@ class Blocks:
     def placement(self, sizes: Sizes, parts: Sequence[Sequence[int]]) -> Placement:
         """Return the placement whose components consist of the given blocks.
 
-        A component is a set of nodes that hold the same stages. A block is a number of nodes of one
-        class (interchangeable nodes) with self.ranks ranks.
+        A component is a set of nodes that hold the same stages. A block are nodes of the same class
+        (interchangeable nodes) with self.ranks ranks together.
 
         Args:
             sizes: Parallel sizes, with the data size.
@@ -435,7 +440,7 @@ class Blocks:
     def _node_classes(self, block_classes: Iterable[int]) -> list[int]:
         """Return the class of each node of some blocks, given the class of each block.
 
-        If a block of class 0 has two nodes, and one of class 1 has one: 0 1 -> 0 0 1.
+        If a block of class 0 has two nodes, and a block of class 1 a single node: 0 1 -> 0 0 1.
         """
         return [node_class for node_class in block_classes for _ in range(self.nodes[node_class])]
 
@@ -450,8 +455,8 @@ def best_order_of_classes(
     classes, and the launcher's order of the nodes.
 
     A communication group spans networks if it has to use Ethernet because its nodes are on different
-    fast networks. An order in which no group does so is better than one in which some group does.
-    Otherwise the shorter predicted step is better.
+    fast networks. An order without such groups is better than an order with them. Otherwise the shorter
+    predicted step is better.
 
     Args:
         prices: Costs of the job on the site.
@@ -466,7 +471,7 @@ def best_order_of_classes(
         orders.append(tuple(each for each in classes for _ in range(counts[each])))
 
     def score(order: tuple[int, ...]) -> tuple[bool, float]:
-        """Return the score of an order, given as the class of each node; the smaller one is better.
+        """Return the score of an order, given as the class of each node; a smaller score is better.
 
         First, whether some communication group spans networks: it has to use Ethernet because its
         nodes are on different fast networks. Then the predicted step in seconds.

@@ -1,15 +1,15 @@
-"""Order of the nodes for which only stage links cross between fabrics.
+"""Order of the nodes by which only messages between pipeline stages have to cross between fabrics.
 
     launcher: a0 b0 a1 b1     stages: [a0 b0] [a1 b1]     every data-parallel group uses Ethernet
     planned:  a0 a1 b0 b1     stages: [a0 a1] [b0 b1]     groups use their own fabric, a stage link Ethernet
 
 Nodes on the same fast fabrics, with equally many ranks, are interchangeable and form a class. (If
 classes differ in the ranks of a node, a node below stands for a block of nodes, orders.py.) Stages
-that share nodes form a component. If all nodes of each component share a fabric, no group has to use
-Ethernet because its nodes are on different networks (it "spans networks"). pack() finds such
+that share nodes form a component. If all nodes of each component share a fabric, no group "spans
+networks": none has to use Ethernet because its nodes are on different fast networks. pack() finds such
 components if they exist.
 
-An order in which no group spans networks is better than one in which some group does. Otherwise the
+An order in which no group spans networks is better than an order with such groups. Otherwise the
 shorter predicted step is better. If steps are equal, the launcher's order stays. If there are few
 distinct orders, all are tried. Otherwise the search permutes runs of equal components, and then
 swaps pairs while that shortens the step.
@@ -54,15 +54,15 @@ def pack(
     """Divide nodes into components of equal size whose nodes share a fabric.
 
     A component are nodes with the same pipeline stages. Nodes on the same fabrics form a class. The
-    search assigns one class after the other to fabrics, which fills components. Whether the other
+    search assigns the classes to fabrics in turn, and so fills components. Whether the remaining
     classes fit depends only on the last component of each fabric: how many nodes it has if it is
-    not full. Assignments that agree in these numbers are one state, and only the first of them is
+    not full. Assignments that agree in these numbers form a state, and only the first of them is
     continued. With many nodes on three or more fast fabrics there are too many states: the search
     stops after PACK_BUDGET steps, and None is no proof then.
 
     Args:
         counts: Node class -> number of nodes.
-        usable_fabrics: Node class -> fabrics that its nodes can use, at least one.
+        usable_fabrics: Node class -> fabrics that its nodes can use, at least 1.
         size: Nodes of a component.
 
     Returns:
@@ -105,10 +105,10 @@ def _with_class(
     size: int,
     most: int,
 ) -> dict[OpenComponents, tuple[Assignment, ...]]:
-    """Assign the nodes of one class to fabrics in every way; keep one way for each outcome.
+    """Assign the nodes of a class to fabrics in every way; keep the first way for each outcome.
 
-    pack() fills components of `size` nodes on each fabric. The last one of a fabric is open until
-    it is full. An outcome (state) is the set of (fabric, nodes in its open component).
+    pack() fills components (nodes with the same stages) of `size` nodes on each fabric. The last component
+    of a fabric is open until it is full. An outcome (state) is the set of (fabric, nodes in its open one).
 
     Args:
         states: Outcome of the earlier classes -> an assignment of their nodes that leads to it.
@@ -145,12 +145,12 @@ def _with_class(
 
 
 def _divisions(count: int, usable_fabrics: int, size: int) -> Iterator[tuple[int, ...]]:
-    """Yield ways to divide `count` equal nodes among fabrics: the number of nodes of each fabric.
+    """Yield ways to divide `count` equal nodes among fabrics, as the number of nodes on each fabric.
 
-    pack() then cuts the nodes of each fabric into components of `size` nodes. Only the number of
-    nodes left over on each fabric matters. Moving `size` nodes to another fabric changes no such
-    number. So every fabric but the first gets less than `size` nodes, and the first one gets all
-    others: 5 nodes, 2 fabrics, size 2 -> (5, 0), (4, 1).
+    pack() then cuts the nodes of each fabric into components (sharing stages) of `size` nodes. Only the
+    number left over on each fabric matters, and moving `size` nodes to another fabric does not change
+    it. So every fabric but the first gets less than `size` nodes, and the first fabric gets all
+    other nodes: 5 nodes, 2 fabrics, size 2 -> (5, 0), (4, 1).
     """
     if usable_fabrics == 1:
         yield (count,)
@@ -161,7 +161,7 @@ def _divisions(count: int, usable_fabrics: int, size: int) -> Iterator[tuple[int
 
 
 T = TypeVar("T")
-#: Node classes of a component's nodes: (0, 0, 1) has two nodes of class 0 and one of class 1.
+#: Node classes of a component's nodes: (0, 0, 1) has two nodes of class 0 and a node of class 1.
 Component = tuple[int, ...]
 #: A search stops after this many ranks in components that were not priced before (about 0.5 s).
 RANK_BUDGET = 30_000
@@ -180,7 +180,7 @@ MIXTURES = 24
 def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
     """Return the placement with the best order of the nodes that the search finds.
 
-    An order in which no group spans networks is best, and of these the one with the shortest step.
+    The best has the shortest predicted step of those in which no group must use Ethernet (see above).
 
     Args:
         prices: Costs of the job on the site.
@@ -192,7 +192,7 @@ def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
     if blocks.has_only_whole_blocks:  # no node is left over: the search orders blocks
         search = _Search(prices, sizes, blocks)
         search.run(budget)
-        # Class of each node, in rank order. (A class is named by one of its node types.)
+        # Class of each node, in rank order. (A class is named by its first node type.)
         order = search.placement(search.best).node_types()
     else:
         order = list(best_order_of_classes(prices, sizes, class_of))
@@ -245,27 +245,27 @@ class _Score(NamedTuple):
 
 
 class _Search:
-    """Search for the best order of the nodes, which begins with the launcher's order.
+    """Search for the best order of the nodes; it begins with the launcher's order.
 
     `best` has the node classes of each component (nodes with the same stages), `score` its score.
     """
 
     def __init__(self, prices: Prices, sizes: Sizes, blocks: Blocks):
-        """Begin with the order in which the launcher lists the nodes, as the best one so far."""
+        """Begin with the order in which the launcher lists the nodes, as the best order so far."""
         self.prices = prices
         self.sizes = sizes
         self.network = prices.network
         flat_rules = replace(prices.rules, reductions=(FLAT,))  # flat rings only
         self.flat_prices = Prices(prices.network, prices.job, flat_rules)
         self.blocks = blocks
-        # Blocks (orders.py) all have equally many ranks. The search treats each of them as one node.
+        # Blocks (orders.py) all have equally many ranks. The search treats each block as a node.
         launchers_order = blocks.in_launchers_order()  # class of each block
         self.counts = Counter(launchers_order)  # class -> number of its blocks, here called nodes
         placement = Placement.of(sizes, blocks.ranks, launchers_order)
         # Node indices of each component. Stages that share nodes form a component.
         self.nodes_of_components = placement.components
-        component_ranks = placement.stage_ranks * placement.stages_per_component  # of each one
-        self.ranks_per_order = component_ranks * len(placement.components)  # to price one order
+        component_ranks = placement.stage_ranks * placement.stages_per_component
+        self.ranks_per_order = component_ranks * len(placement.components)  # to price an order
         self.best = self.components_of(launchers_order)
         self.score = self._score_of(self.best)
 
@@ -286,9 +286,10 @@ class _Search:
         return self.blocks.placement(sizes, components)
 
     def _score_of(self, components: Sequence[Component]) -> _Score:
-        """Return the score of an order: whether groups span networks, and the predicted step.
+        """Return the score of an order: whether a group spans networks, and the predicted step time.
 
-        `components` has the node classes of each component (nodes that hold the same stages).
+        `components` has the classes of each component's nodes. Nodes that hold the same stages form a
+        component, nodes on the same fabrics a class.
         """
         placement = self.placement(components)
         step_s = flat_s = self.prices.step_s(placement)  # predicted in closed form
@@ -298,14 +299,13 @@ class _Search:
         return _Score(self.prices.spans_networks(placement), step_s, flat_s)
 
     def accept_if_better(self, components: Sequence[Component], gain: float = ROUNDING) -> bool:
-        """Make an order the best one if it is better than `self.best`; return whether it is.
+        """Store an order as `self.best` if it is better than the best so far; return whether it is.
 
-        It is better if it avoids that some group has to use Ethernet because its nodes are on
-        different networks. If both orders do, or both do not, it is better if the step is shorter.
+        An order whose groups all share a fast network (_Score.spans) is better; else a shorter step is.
 
         Args:
             components: Node classes of each component (nodes that hold the same stages).
-            gain: Part of the best step time that it must save.
+            gain: Part of the best step time that the order must save.
         """
         score = self._score_of(components)
         is_better = self._is_better(score, gain)
@@ -326,7 +326,7 @@ class _Search:
         return False
 
     def accept_worthwhile_swap(self, components: Sequence[Component]) -> bool:
-        """Make an order the best one if it saves SWAP_GAIN of a step; return whether it does."""
+        """Store an order as `self.best` if it saves SWAP_GAIN of a step; return whether it does."""
         return self.accept_if_better(components, SWAP_GAIN)
 
     def run(self, budget: int | None) -> None:
@@ -346,7 +346,7 @@ class _Search:
         # Classes of each component's nodes, such that the nodes of a component share a fabric. No
         # group then needs Ethernet because of nodes on different networks. None: not found.
         unspanned = pack(self.counts, usable_fabrics, component_nodes)
-        # pack() returns one division. There may be others if some nodes can use several fabrics.
+        # pack() returns a single division. There may be others if some nodes can use several fabrics.
         has_choice = any(len(fabrics) > 1 for fabrics in usable_fabrics.values())
         is_small = order_count(self.counts) <= new_orders  # number of distinct orders
         if is_small and (unspanned is None or has_choice):
@@ -356,7 +356,7 @@ class _Search:
             self.try_orders_of(unspanned, known_orders)
         elif self.network.wan:  # some group needs Ethernet, here and below
             self.line_up_clusters(component_nodes, new_orders)  # nodes of a cluster stay together
-        else:  # components of one class, and some mixed ones
+        else:  # components of a single class, and some mixed components
             self._try_mixtures(component_nodes, new_orders, known_orders)
 
     def _try_mixtures(self, size: int, new_orders: int, known_orders: int) -> None:
@@ -449,7 +449,7 @@ class _Search:
                 self.accept_if_better(with_equal_together(chain))
             distinct = list(dict.fromkeys(self.best))  # swaps begin with the best order so far
         if not has_few_permutations:
-            swap_pairs(  # swaps a component and all its equals with another one and its equals
+            swap_pairs(  # swaps a component and all its equals with another component and its equals
                 distinct,
                 lambda order: self.accept_worthwhile_swap(with_equal_together(order)),
                 limit // 4,
@@ -457,16 +457,16 @@ class _Search:
         swap_pairs(self.best, self.accept_worthwhile_swap, limit // 4)  # single components
 
     def _reduction_s(self, part: Component) -> float:
-        """Return the seconds of reducing a block's gradients on the slowest stage of a component."""
+        """Return the seconds of reducing a block's gradients on the slowest stage of the nodes `part`."""
         size = self.prices.job.block_bytes
-        reductions = self.prices.reductions(self.placement([part]))  # one for each stage
+        reductions = self.prices.reductions(self.placement([part]))  # of each stage
         return max(reduction.seconds(size) for reduction in reductions)
 
     def _chains(self, distinct: Sequence[Component]) -> Iterator[Sequence[Component]]:
         """Yield four orders of components: two chains over good stage links, each also reversed.
 
         A component is a set of nodes with the same stages. The first chain makes the slowest link
-        between neighbours as fast as possible. The second one makes the sum of all links smallest.
+        between neighbours as fast as possible. The second chain makes the sum of all links smallest.
         """
         size = self.prices.job.block.activation_bytes
         link_s = {}  # (component, next component) -> seconds of an activation
@@ -485,9 +485,9 @@ class _Search:
 
 
 def _divisions_with_leftovers(counts: Mapping[int, int], size: int) -> Iterator[list[Component]]:
-    """Yield divisions of nodes into components: of one class as far as possible, then mixed.
+    """Yield divisions of nodes into components (nodes with the same stages), with few mixed components.
 
-    The nodes that do not fill components of their class are mixed in every order of the classes.
+    Nodes on the same fabrics form a class. Leftovers of the classes are mixed, in every order.
 
     Args:
         counts: Class of node -> number of nodes.

@@ -26,7 +26,7 @@ State = TypeVar("State")
 Stages = tuple[tuple[int, ...], ...]
 #: Clusters in groups. The units (nodes or GPUs) of a group's clusters are mixed evenly over stages.
 Groups = tuple[tuple[int, ...], ...]
-#: Number of results of the first search that the second one begins with.
+#: Number of results of the first search with which the second search begins.
 RESULTS_KEPT = 2
 #: Part of the tries that the first search gets.
 GROUPS_SHARE = 0.4
@@ -45,7 +45,7 @@ def spread(
     tries: int,
     chain: Sequence[int] = (),
 ) -> tuple[Stages, float]:
-    """Return the best distribution of units over pipeline stages, and its time in seconds.
+    """Return the best distribution found of units over pipeline stages, and its time in seconds.
 
     A unit is a node or a GPU; all stages get equally many. The search first mixes the units of groups of
     clusters evenly over stages, and changes the groups. Then it exchanges single units of the best results.
@@ -53,10 +53,10 @@ def spread(
 
     Args:
         units: Number of units of each cluster.
-        stages: Number of stages; each gets as many units.
+        stages: Number of stages; all get equally many units.
         seconds_of: Returns the time of a distribution; inf if it is impossible.
         tries: Number of distributions to try.
-        chain: Clusters in an order to begin with.
+        chain: Clusters in the order with which the search begins; (): in ascending order.
     """
     order = tuple(chain or range(len(units)))
     size = sum(units) // stages
@@ -93,8 +93,8 @@ def spread(
 def mixed(units: Sequence[int], groups: Groups, size: int) -> Stages:
     """Return stages of `size` units (nodes or GPUs), with the units of each group of clusters mixed evenly.
 
-    All units stand in one line: group after group, and within a group the units of each cluster at equal
-    distances. Each `size` neighbours are a stage. A stage may have units of two groups.
+    All units stand in a line: group after group, and within a group the units of each cluster at equal
+    distances. The line is cut into stages of `size` units. A stage may have units of two groups.
 
     Args:
         units: Number of units of each cluster.
@@ -164,7 +164,7 @@ def _regrouped(groups: Groups, rng: random.Random) -> Groups:
     groups, or divides a group. The search for the best distribution over stages tries the result.
 
     Args:
-        groups: Clusters of each group. The nodes or GPUs of the clusters in one group are mixed
+        groups: Clusters of each group. The nodes or GPUs of the clusters in a group are mixed
             evenly over the group's pipeline stages.
         rng: Source of random numbers.
     """
@@ -212,5 +212,5 @@ def _exchanged(stages: Stages, rng: random.Random) -> Stages:
 
 
 def _with_unit(stage: tuple[int, ...], index: int, cluster: int) -> tuple[int, ...]:
-    """Return a stage in which one unit is replaced by a unit of another cluster."""
+    """Return a stage in which unit `index` is replaced by a unit of another cluster."""
     return tuple(sorted((*stage[:index], *stage[index + 1 :], cluster)))

@@ -7,7 +7,7 @@
        +--------------------------- bytes
 
 The simulation (planner/simulate/events.py) divides this time into a fixed part, and the time of the bits at
-the NIC's rate, which is longer if other messages use the NIC:
+the NIC's rate. Only the latter is longer if other messages use the NIC:
 
     seconds(size) = fixed_s(size) + 8 size / rate_bps
 """
@@ -40,7 +40,7 @@ class Curve:
     """Time of a message by its size, for a message that has the link for itself.
 
     Between two measured points the curve is a straight line. Below the first point the time is constant, and
-    beyond the last one it grows at rate_bps. Without points, latency and rate define the curve.
+    beyond the last point it grows at rate_bps. Without points, latency and rate define the curve.
     """
 
     rate_bps: float  # bits/s of large messages
@@ -143,8 +143,8 @@ class Link:
     """Times of a message between two nodes on a fabric (such as InfiniBand or Ethernet)."""
 
     name: str  # of the fabric
-    send: Curve  # one message between two nodes
-    #: One of the 2 (ranks - 1) steps of a ring all-reduce, by the bytes that a rank passes on (size / ranks).
+    send: Curve  # a single message between two nodes
+    #: A step of a ring all-reduce (it has 2 (ranks - 1)), by the bytes that a rank passes on: size / ranks.
     ring: Curve
     #: CPU seconds of a byte, at both ends together, if the nodes share their cores (a lab). On other clusters
     #: the curves contain this time.
@@ -170,7 +170,7 @@ class Link:
 class Links:
     """Measured times of messages on the fabrics of a site, and on the links between its clusters.
 
-    `holmes probe` measures them. What was not measured is as cluster.toml describes it.
+    `holmes probe` measures them. Fabrics and links without measurement are as cluster.toml describes them.
     """
 
     #: Name of a fabric -> its link. A fabric that is missing has the rate and latency of cluster.toml.
@@ -189,7 +189,7 @@ class Links:
         return self.measured.get(fabric.name) or Link.of(fabric)
 
     def line(self, fabric: Fabric) -> Fabric:
-        """Return `fabric` with the measured rate and latency, which make a straight line.
+        """Return `fabric` with the rate and latency of a straight line below its measured curves.
 
         Times from these two numbers are lower bounds: no measured message was faster.
         """
@@ -213,7 +213,7 @@ class Links:
     ) -> tuple[tuple[str, float], ...]:
         """Return how much a flow uses the CPU cores that all nodes of a lab share.
 
-        In a lab, emulated nodes run on one machine, so copying bytes costs CPU time that all of
+        In a lab, all emulated nodes run on a single machine, so copying bytes costs CPU time that all of
         them share. The simulation treats the cores like a NIC with a rate of `core_bps`.
 
         Args:
@@ -237,7 +237,7 @@ class Links:
 
     @property
     def core_bps(self) -> float:
-        """Return the rate, in bits/s, at which one CPU core copies bytes of the fabric it copies fastest.
+        """Return the rate, in bits/s, at which a CPU core copies bytes of the fabric that it copies fastest.
 
         The simulation treats a core as a NIC with this rate. If no fabric uses shared cores, the
         rate does not matter, and the result is 1.
@@ -256,7 +256,7 @@ class Links:
         """Return the measurements of `holmes probe` that a cluster.toml contains.
 
         Every fabric has two curves of time by size: of single messages, and of the messages of a
-        ring. If only one of them was measured, it stands for the other one, too.
+        ring. If only the first or the second was measured, it stands for the other, too.
         """
         measured = {}
         for fabric in fabrics_of_spec(spec):

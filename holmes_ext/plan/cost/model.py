@@ -30,7 +30,7 @@ Special cases:
                           the last stage keeps a copy, and the first and last stage all-reduce its gradient.
     sequence parallelism  Divides the activations, kept or sent to the next stage, by t (arXiv 2205.05198,
                           equation 4).
-    latent attention      Queries, keys and values are computed from compressed ones (DeepSeek-V2, arXiv
+    latent attention      Queries, keys and values are computed from compressed vectors (DeepSeek-V2, arXiv
                           2405.04434): other parameters and FLOPs.
     experts               A token passes through `experts_per_token` expert MLPs. If only some blocks have
                           experts, every block counts as the mean of all blocks.
@@ -82,7 +82,7 @@ ZERO_ORDER = ("optimizer", "gradients", "weights")
 class Mode(NamedTuple):
     """ZeRO stage of a job, and whether the job has pipeline parallelism.
 
-    The bytes that an engine keeps for one parameter depend on both. For example, DeepSpeed in bf16 at
+    The bytes that an engine keeps for a parameter depend on both. For example, DeepSpeed in bf16 at
     ZeRO 0 may shard optimizer states with a pipeline, but not without one.
     """
 
@@ -92,7 +92,7 @@ class Mode(NamedTuple):
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of GPU memory for one parameter of the model, by part of the training state.
+    """Bytes of GPU memory for each parameter of the model, by part of the training state.
 
     Offloaded parts are on the host, and have 0 bytes here.
     """
@@ -105,19 +105,19 @@ class StateBytes:
 
     @property
     def total(self) -> float:
-        """Return the bytes of all parts for one parameter, as if none were sharded."""
+        """Return the bytes of all parts for a parameter, as if none were sharded."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def sharded_bytes(self) -> float:
-        """Return the bytes of the sharded parts for one parameter, on all data-parallel ranks together.
+        """Return the bytes of the sharded parts for a parameter, on all data-parallel ranks together.
 
         Example: 12 for Adam in 16 bits at ZeRO 1. With 8 ranks, each of them holds 12 / 8.
         """
         return sum(self.bytes_of(part) for part in self.sharded)
 
     def bytes_of(self, part: str) -> float:
-        """Return the bytes of one part for one parameter.
+        """Return the bytes of a part of the training state, for each parameter.
 
         Args:
             part: "weights", "gradients" or "optimizer".
@@ -162,7 +162,7 @@ class Layer:
     def reduced(self, ranks: int, expert: int) -> tuple[float, ...]:
         """Return the size of each gradient, in elements, for an all-reduce among all `ranks` ranks.
 
-        With experts there is one size more, the last one. Experts are reduced among only `ranks / expert`
+        With experts there is another size at the end. Experts are reduced among only `ranks / expert`
         ranks, so it is the number of elements that would cause the same traffic in a ring of all ranks.
 
         Args:
@@ -215,10 +215,10 @@ class _BlockWidths(NamedTuple):
     query: float  # heads x head size
     key_value: float  # key-value heads x head size
     dense_mlp: float  # inner width of the MLP that every token passes through
-    expert_mlp: int  # inner width of one expert
-    token_mlp: float  # inner widths of all MLPs that one token passes through, added up
+    expert_mlp: int  # inner width of an expert
+    token_mlp: float  # inner widths of all MLPs that a token passes through, added up
     expert_share: float  # part of the blocks that have experts
-    active_experts: int  # experts that one token passes through
+    active_experts: int  # experts that a token passes through
 
 
 class _BlockFlops(NamedTuple):
@@ -294,15 +294,15 @@ class Model:
         0.0,
         training=True,
     )
-    #: Tokens before padding, and the number of which each tensor-parallel rank gets a multiple: Megatron pads
-    #: the vocabulary to a multiple of vocabulary_multiple x the tensor-parallel size. 0: `vocabulary` holds
-    #: for every tensor-parallel size.
+    #: Tokens before padding. Megatron pads them to a multiple of vocabulary_multiple x the tensor-parallel
+    #: size. 0: `vocabulary` holds for every tensor-parallel size.
     vocabulary_tokens: int = 0
     vocabulary_multiple: int = 0
     gpu: Gpu = Gpu()
     gpus: dict[str, Gpu] = field(default_factory=dict)  # cluster -> its GPU, if it differs from gpu
     #: ZeRO stage, and whether there is a pipeline -> bytes per parameter. Modes that the engine refuses
-    #: are missing. {}: every stage shards what ZeRO's paper says, out of state_bytes + sharded_bytes.
+    #: are missing. {}: every stage shards the parts that ZeRO's paper names, out of state_bytes +
+    #: sharded_bytes.
     state_of_mode: dict[Mode, StateBytes] = field(default_factory=dict)
     #: Number that expert-parallel sizes must divide, if blocks have different numbers of experts: their
     #: greatest common divisor. 0: `experts`.
@@ -347,6 +347,7 @@ class Model:
                 raise self._error(name, f"{value} is not a number of bytes, 0 or more")
 
     def _check_choices(self) -> None:
+        """Raise HolmesError if the recomputation or the kind of positions is unknown."""
         for name, choices in (("recompute", RECOMPUTE), ("positions", POSITIONS)):
             value = getattr(self, name)
             if value not in choices:
@@ -368,6 +369,7 @@ class Model:
             raise self._error("heads", f"{problem}, and key 'groups' the heads")
 
     def _error(self, key: str, problem: str) -> HolmesError:
+        """Return an error about a key of the model file."""
         return HolmesError(f"{self.source}: key '{key}': {problem}")
 
     def gpu_of(self, cluster: str) -> Gpu:
@@ -382,7 +384,7 @@ class Model:
         """
         if self.micro_batches:
             return self.micro_batches
-        sequences = self.micro_batch * data  # of all ranks in one micro-batch
+        sequences = self.micro_batch * data  # of all ranks in a micro-batch
         if self.global_batch % sequences == 0:
             return self.global_batch // sequences
         below = self.global_batch // sequences * sequences
@@ -420,7 +422,7 @@ class Model:
     def _vocabulary_of(self, tensor: int) -> int:
         """Return the rows of the embedding, on all tensor-parallel ranks together.
 
-        Example: 50257 tokens with a multiple of 128 become 50304 rows on one rank, 50688 on four.
+        Example: 50257 tokens with a multiple of 128 become 50304 rows on a single rank, 50688 on four.
         """
         if not self.vocabulary_tokens or not self.vocabulary_multiple:
             return self.vocabulary
@@ -432,21 +434,24 @@ class Model:
         return self.micro_batch * self.sequence / context
 
     def _stage_activation_bytes(self, tensor: int, context: int) -> float:
-        """Return the bytes of a micro-batch's activations that one rank sends to the next stage."""
+        """Return the bytes of a micro-batch's activations that a rank sends to the next stage."""
         elements = self._tokens(context) * self.hidden
         parts = tensor if self.sequence_parallel else 1
         return elements * self.activation_width / parts
 
     @property
     def _ffn(self) -> int:
+        """Width of the MLP: 4 times the hidden size by default."""
         return self.ffn or 4 * self.hidden
 
     @property
     def _mlp_matrices(self) -> int:
+        """Weight matrices of an MLP: a gated one has another matrix for the gate."""
         return 3 if self.gated else 2
 
     @property
     def _norm_parameters(self) -> tuple[int, ...]:
+        """Parameters of the tensors of a norm: its weight, and its bias if there are biases."""
         return (self.hidden, self.hidden) if self.bias else (self.hidden,)
 
     def _block(self, tensor: int, context: int, expert: int) -> Layer:
@@ -462,7 +467,7 @@ class Model:
         widths = self._block_widths()
         flops = self._block_flops(widths, tokens, tensor)
         traffic = self._block_traffic(widths, tokens, tensor, context, expert)
-        # A split backward pass can delay the weight gradients, which take as many FLOPs as the forward pass
+        # A split backward pass can delay the weight gradients. They take as many FLOPs as the forward pass
         # without the attention scores, because scores have no weights. With experts or recomputation, no
         # FLOPs are counted that can be delayed.
         weight_flops = 0.0
@@ -508,7 +513,7 @@ class Model:
         query: float = self.heads * head_size
         key_value: float = key_value_heads * head_size
         if self.key_value_rank:
-            # In latent attention, query and key have one width, and value and output have another. The
+            # In latent attention, query and key have the same width, value and output have another. The
             # mean of both widths stands for all four here. FLOPs and kept bytes stay the same, because
             # they are linear in the widths, and half of them belong to each width: the product
             # query x key has the first, the product scores x value has the second.
@@ -537,7 +542,7 @@ class Model:
         """Return the number of elements of each parameter of an MLP on a tensor-parallel rank."""
         if not width:
             return ()
-        # A gated MLP has its two input matrices side by side in one tensor.
+        # A gated MLP has its two input matrices side by side in a single tensor.
         input_width = (self._mlp_matrices - 1) * width
         return (
             *self._linear_tensors(self.hidden, input_width, tensor),
@@ -547,8 +552,8 @@ class Model:
     def _block_tensors(self, widths: _BlockWidths, tensor: int) -> tuple[float, ...]:
         """Return the number of elements of each parameter of a block on a rank, without routed experts.
 
-        The parameters are in the order of the forward pass. The router, which assigns tokens to
-        experts, and the shared expert are included. _expert_parameters() counts the routed experts.
+        The parameters are in the order of the forward pass. They include the router (it assigns tokens
+        to experts) and the shared expert. _expert_parameters() counts the routed experts.
 
         All blocks of a model have the same numbers. If only some blocks have experts, the numbers of
         the router and of the dense MLP are means over all blocks, and need not be whole: a router of
@@ -561,7 +566,9 @@ class Model:
         h = self.hidden
         router: tuple[float, ...] = ()
         if self.experts:
-            router = (h * self.experts * widths.expert_share,)  # only blocks with experts have one
+            router = (
+                h * self.experts * widths.expert_share,
+            )  # only blocks with experts have a router
         return (
             *self._norm_parameters,
             *self._attention_tensors(widths, tensor),
@@ -580,8 +587,8 @@ class Model:
 
         Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) has two steps, both without bias:
 
-        1. Matrices compress the input of a block to two latent vectors: one for the query, one for
-           keys and values. A norm follows. Each tensor-parallel rank has these matrices whole.
+        1. Matrices compress the input of a block to two latent vectors: the first for the query, the
+           second for keys and values. A norm follows. Each tensor-parallel rank has these matrices whole.
         2. Matrices compute query, keys and values from the latent vectors. They are divided among
            the tensor-parallel ranks by heads, like the matrix of the output.
 
@@ -590,7 +597,7 @@ class Model:
         h = self.hidden
         if not self.key_value_rank:
             return (
-                # One matrix computes query, keys and values; another one computes the output.
+                # The first matrix computes query, keys and values, the second the output.
                 *self._linear_tensors(h, widths.query + 2 * widths.key_value, tensor),
                 *self._linear_tensors(widths.query, h, tensor),
             )
@@ -606,7 +613,7 @@ class Model:
             )
         return (
             *query_tensors,
-            # Step 1, and the part of the keys for positions (rotary), which all heads share.
+            # Step 1, and the part of the keys for positions (rotary). All heads share it.
             h * (self.key_value_rank + self.rotary_size),
             self.key_value_rank,  # norm
             self.key_value_rank * key_value_width / tensor,
@@ -624,13 +631,13 @@ class Model:
         Args:
             widths: Widths of the block's matrices.
             tokens: Tokens of a micro-batch on the rank.
-            tensor: Tensor-parallel size, which divides all FLOPs.
+            tensor: Tensor-parallel size; it divides all FLOPs.
         """
         attention_parameters = 2 * self.hidden * (widths.query + widths.key_value)
         if self.key_value_rank:
             attention_parameters = sum(self._attention_tensors(widths, tensor=1))
         mlp_parameters = self._mlp_matrices * self.hidden * widths.token_mlp
-        # Each parameter takes one multiplication and one addition per token.
+        # Each parameter takes a multiplication and an addition per token.
         matrix_flops = 2 * tokens * (attention_parameters + mlp_parameters)
         # Two matrix products over the sequence: scores, and scores times values.
         scores_flops = 4 * tokens * self.sequence * widths.query
@@ -642,7 +649,7 @@ class Model:
         elif self.recompute == "full":
             recomputed_flops = forward_flops
         if self.flash:
-            # The backward pass computes one of the two products again (arXiv 2205.14135, algorithm 4).
+            # The backward pass computes the scores again, not the product (arXiv 2205.14135, algorithm 4).
             recomputed_flops += scores_flops / 2 / tensor
         return _BlockFlops(
             forward=forward_flops, scores=scores_flops / tensor, recomputed=recomputed_flops
@@ -665,7 +672,7 @@ class Model:
             return 2.0 / norm_parts  # the input of the block, 2 bytes an element
         # 2 bytes each of query and attention output (width `query`), and of keys and values.
         attention_bytes = 4 * (widths.query + widths.key_value) / h
-        # Without gate: 2 bytes each for the input and the output of GeLU. SwiGLU has one more input.
+        # Without gate: 2 bytes each for the input and the output of GeLU. SwiGLU has another input.
         mlp_bytes = (6 if self.gated else 4) * widths.token_mlp / h
         # Each further expert of a token has a copy of the MLP's input (2 bytes) and a dropout mask
         # (1 byte). A mean of all blocks: only the part `expert_share` of them has experts.
@@ -688,7 +695,7 @@ class Model:
     def _block_traffic(
         self, widths: _BlockWidths, tokens: float, tensor: int, context: int, expert: int
     ) -> _BlockTraffic:
-        """Return the bytes that a rank exchanges with others for one block and one micro-batch.
+        """Return the bytes that a rank exchanges with others for a block and a micro-batch.
 
         A rank belongs to a tensor-parallel, a context-parallel and an expert-parallel group. The
         bytes are counted for each of the three, and for the forward and backward pass together.
@@ -708,7 +715,7 @@ class Model:
         # 1909.08053).
         all_reduce_bytes = 2 * passes * hidden_bytes
         # A block with experts has two all-to-alls in each pass: tokens to their experts, and back.
-        # This is their size if each token goes to one expert.
+        # This is their size if each token goes to a single expert.
         all_to_all_bytes = 2 * passes * hidden_bytes
         context_bytes = 0.0
         if context > 1:
@@ -746,7 +753,7 @@ class Model:
         return Layer(
             kind="embedding",
             tensors=(self._vocabulary_of(tensor) * self.hidden / tensor, *position_tensors),
-            forward_flops=elements,  # a lookup: one operation an element
+            forward_flops=elements,  # a lookup: 1 operation an element
             backward_flops=elements,
             activation_bytes=self._stage_activation_bytes(tensor, context),
             kept_bytes=dropout_mask_bytes,
@@ -782,7 +789,7 @@ class Model:
     def layers_of(self, sizes: Sizes) -> tuple[Layer, ...]:
         """Return the costs of all layers on a rank of a job with these parallel sizes.
 
-        With a tied embedding, a pipeline with a single stage has one copy of the weight. A longer
+        With a tied embedding, a pipeline with a single stage has a single copy of the weight. A longer
         pipeline has a second copy in the output layer, on its last stage.
         """
         layers = self.costs(sizes.tensor, sizes.context, sizes.expert if self.experts else 1)
@@ -968,7 +975,7 @@ def state_bytes(model: Model, layer: Layer, shards: int, expert_shards: int) -> 
     Args:
         model: Model with the bytes per parameter that every rank has, and those that ZeRO shards.
         layer: The layer.
-        shards: Number of ranks that the sharded bytes of dense parameters are divided among.
+        shards: Number of ranks among which the sharded bytes of dense parameters are divided.
         expert_shards: The same for parameters of experts.
     """
     dense_parameters = layer.parameters - layer.expert_parameters
@@ -1043,7 +1050,7 @@ def stage_memory(
     parameters_of_shard = dense_parameters / shards + expert_parameters / (expert_shards or shards)
 
     def part_bytes(part: str) -> float:
-        """Return the bytes of one part of the state on the rank, which may have a shard of it only."""
+        """Return the bytes of a part of the state on the rank, or of the rank's shard of it."""
         held_parameters = parameters_of_shard if part in state.sharded else parameters
         return state.bytes_of(part) * held_parameters
 

@@ -6,9 +6,9 @@ that use it at the same time.
 
     ring of n ranks    Every NIC on the ring carries 2 (n - 1) / n of the bytes, in 2 (n - 1) messages that
                        follow each other.
-    all-to-all         Every rank sends the others their parts, one after the other.
-    between clusters   Traffic also passes uplinks and links (cluster/wan.py), which all groups that cross
-                       share. The slowest NIC or link limits the rate, and the latencies add up.
+    all-to-all         Every rank sends the others their parts in turn.
+    between clusters   Traffic also passes uplinks and links (cluster/wan.py). All groups that cross share
+                       them. The slowest NIC or link limits the rate, and the latencies add up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import Pair, neighbours
 
 T = TypeVar("T")
-#: (node class, fabric, "out" or "in"). Nodes of one class are equally busy (plan/placement.py).
+#: (node class, fabric, "out" or "in"). Nodes of the same class are equally busy (plan/placement.py).
 Nic = tuple[int, str, str]
 
 
@@ -60,8 +60,8 @@ FREE = Price()
 class Load:
     """Use of the networks by a message or a collective, for each byte that it sends or reduces.
 
-    Its `price` is the time if nothing else runs. The simulation adds up the loads of transfers that
-    run at the same time. The defaults are those of a single message from one rank to another.
+    `price` is its time if nothing else runs. The simulation adds up the loads of transfers that run
+    at the same time. The defaults are those of a single message from one rank to another.
     """
 
     nics: tuple[tuple[Nic, float], ...] = ()  # NIC, and number of equal flows that share its rate
@@ -69,18 +69,18 @@ class Load:
     fabric: Fabric | None = None  # None: inside a node
     inside_bps: float = 0.0  # bits/s inside a node; 0: not known, counts as free
     volume: float = 1.0  # bytes through a NIC for each byte of the message or reduced tensor
-    messages: float = 1.0  # number of messages that follow each other, each with one latency
+    messages: float = 1.0  # number of messages that follow each other, each with a latency
     message_share: float = 1.0  # size of each message, as a part of all bytes
     wan_latency_s: float = 0.0  # total latency between clusters beyond the fabric's own, in seconds
     #: Whether both ends send at the same time, as in a ring. This selects the measured curve.
     ring: bool = False
     crosses_clusters: bool = False
-    # Only for a lab, where all nodes share the cores of one machine:
+    # Only for a lab, where all nodes share the cores of the same machine:
     senders: float = 0.0  # messages at the same time, of all nodes; their bytes cost CPU time
     cpu_messages: float = 0.0  # of a hierarchical all-reduce; each costs a fixed CPU time
 
     def scaled(self, factor: float) -> Load:
-        """Return `factor` times as many messages and bytes; half of a ring is a reduce-scatter."""
+        """Return the load of `factor` times as many messages and bytes (half a ring: a reduce-scatter)."""
         return replace(
             self,
             volume=factor * self.volume,
@@ -90,21 +90,23 @@ class Load:
 
     @cached_property
     def price(self) -> Price:
-        """Return the time of this load if nothing else runs: seconds per byte, and latency."""
+        """Return the seconds per byte and the latency of this load while no other traffic runs.
+
+        The busiest NIC or link sets the seconds per byte. Latencies of successive messages add up.
+        """
         if self.fabric is None:  # inside a node
             if not self.inside_bps:
                 return FREE
             return Price(byte_s=8 * self.volume / self.inside_bps)
         nic_bps = self.fabric.rate_bps  # bits/s of a NIC
-        # Seconds per bit of one flow, if n equal flows share a NIC or a link: n / rate. The slowest
-        # one decides. A flow that shares nothing (1 / rate) is the least, as no NIC is faster.
-        slowest_bit_s = max([1 / nic_bps, *(flows / nic_bps for _, flows in self.nics)])
-        for hop, flows in self.hops:
+        # If n equal flows share a NIC or a link, each takes n / rate seconds per bit.
+        slowest_bit_s = 1 / nic_bps  # of a flow that shares nothing
+        for _, flows in self.nics:
+            slowest_bit_s = max(slowest_bit_s, flows / nic_bps)
+        for hop, flows in self.hops:  # links between clusters
             slowest_bit_s = max(slowest_bit_s, flows / hop.rate_bps)
         return Price(
-            # volume: bytes on the NIC for each byte of the message or of the reduced tensor
             byte_s=8 * self.volume * slowest_bit_s,
-            # messages: number of messages that follow each other, so their latencies add up
             latency_s=self.messages * self.fabric.latency_s + self.wan_latency_s,
         )
 
@@ -112,7 +114,7 @@ class Load:
 class Network:
     """Nodes and fabrics of a site, as the cost model uses them.
 
-    Nodes of one cluster on the same fabrics form a node type, which is an index of `node_types`.
+    Nodes of the same cluster on the same fabrics form a node type: an index of `node_types`.
     """
 
     def __init__(
@@ -123,17 +125,17 @@ class Network:
         uneven: bool = False,
         on_best_fabrics: bool = False,
     ):
-        """Find the node types of the site, and number them.
+        """Find the node types of the site, and number them from 0 in the order of the site's nodes.
 
         Args:
             site: Nodes and fabrics.
             links: Measured rates and latencies.
             single_fabric: The only fabric that groups may use, as in training without holmes. None:
                 every group uses the fastest fabric that its nodes share.
-            uneven: Whether clusters may have different numbers of ranks in NCCL's hierarchical
-                all-reduce. Real ones may not; a lower bound ignores that.
-            on_best_fabrics: Whether to pretend that groups never span networks: every group uses the
-                slowest of its nodes' best fabrics, even if its nodes do not share it.
+            uneven: Whether NCCL's hierarchical all-reduce may have different numbers of ranks in the
+                clusters. In reality it may not; a lower bound may ignore that.
+            on_best_fabrics: Whether to price groups whose nodes share only Ethernet as if they shared
+                a fast network. Of the best fabric of each node, they then use the slowest.
         """
         self.site = site
         self.links = links
@@ -142,8 +144,8 @@ class Network:
         self.on_best_fabrics = on_best_fabrics
         self.processes = site.processes  # of each node, or the greatest common divisor of all nodes
         self.world = site.world_size
-        #: The site with measured rates, which decide what fabric is the fastest. `site` keeps the
-        #: rates of cluster.toml.
+        #: The site with measured rates; they decide which fabric is fastest. `site` keeps the rates of
+        #: cluster.toml.
         self.measured = links.site(site)
         self.wan: Wan = self.measured.wan
         type_of_node = {node.name: (node.cluster, node.fabrics) for node in site.nodes}
@@ -156,9 +158,9 @@ class Network:
         self._known: dict[Hashable, Any] = {}  # results of `remember`
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return make(), computed once for each key.
+        """Return the result of make(), computed once for each key.
 
-        Everything that the result depends on, besides this network, must be part of the key.
+        The key must contain everything that affects the result, besides this network.
         """
         if key not in self._known:
             self._known[key] = make()
@@ -205,7 +207,7 @@ class Network:
     def fabric(self, node_types: Iterable[int]) -> Fabric:
         """Return the fabric that a group of nodes of these types uses, as in cluster.toml.
 
-        This is the fastest that they share, with two exceptions. `single_fabric`, if set, carries
+        This is the fastest fabric that they share, with two exceptions. `single_fabric`, if set, carries
         all traffic. With `on_best_fabrics`, groups are assumed to need no slower common fabric: a
         group uses the slowest of the best fabrics of its nodes, even if its nodes do not share it.
         """
@@ -300,14 +302,14 @@ class Network:
             self.wan_latency_s(fabric, pair) for pair, times in pairs.items() for _ in range(times)
         ]
         link_latency_s += [0.0] * (ranks - len(link_latency_s))
-        # A chunk passes all links but one, first for the sum and again to distribute it. The
-        # slowest chunk leaves out the fastest link.
+        # A chunk passes all links except the last, first for the sum and again to distribute it.
+        # The slowest chunk leaves out the fastest link.
         wan_latency_s = 2 * (sum(link_latency_s) - min(link_latency_s))
         # (from cluster, to cluster) -> flows of all groups that share the link.
         crossing = {pair: times * crossing_groups for pair, times in pairs.items()}
-        # A part has the equal nodes of a group, which form a node class. Node class -> groups that
+        # A part has the equal nodes of a group; they form a node class. Node class -> groups that
         # share a NIC: all groups with ranks on the node (concurrent_groups), or only those of this
-        # family (`groups`). Each sends one flow into the next node.
+        # family (`groups`). Each sends a single flow into the next node.
         flows = {
             part.node_class: part.concurrent_groups if counts_all_groups else part.groups
             for part in family.parts
@@ -323,18 +325,18 @@ class Network:
             ring=True,
             wan_latency_s=wan_latency_s,
             crosses_clusters=self.spans_clusters(family.node_types),
-            senders=family.count * family.nodes,  # one rank of each node sends to another node
+            senders=family.count * family.nodes,  # a rank of each node sends to another node
         )
 
     def exchange(self, family: GroupFamily, all_to_all: bool, inside_bps: float = 0.0) -> Load:
         """Return the load of an all-to-all (expert groups) or a ring of messages (context groups).
 
-        Both have n - 1 steps for n ranks. In step i of an all-to-all, a rank sends one part of its
+        Both have n - 1 steps for n ranks. In step i of an all-to-all, a rank sends a part of its
         bytes to the i-th next rank. In each step of a ring, it passes the parts that it has
         received to its neighbour.
 
         Args:
-            family: The groups: equal ones of a stage.
+            family: Equal groups of a stage.
             all_to_all: Whether it is an all-to-all; else a ring.
             inside_bps: Bits/s between the GPUs of a node; used if each group lies inside a node.
         """
@@ -366,10 +368,10 @@ class Network:
     def message(
         self, stage_link: StageMessages, inside_bps: float = 0.0, crossing: float = 0
     ) -> Load:
-        """Return the load of the messages from a pipeline stage to another, one in each pipeline.
+        """Return the load of the messages from a pipeline stage to another, in all pipelines of a class.
 
         Args:
-            stage_link: Messages of one class of equal pipelines: their number (`count`), how many
+            stage_link: Messages of a class of equal pipelines: their number (`count`), how many
                 leave the NIC of a sending node (`leaving`), and how many reach the NIC of a
                 receiving node (`reaching`) at the same time.
             inside_bps: Bits/s between the GPUs of a node.
@@ -377,7 +379,7 @@ class Network:
                 0: only those of this class. NICs need no such number: `leaving` and `reaching`
                 count all classes.
         """
-        if stage_link.local:  # both stages are on one node
+        if stage_link.local:  # both stages are on the same node
             return Load(inside_bps=inside_bps)
         fabric = self.fabric(stage_link.node_types)  # the fastest that both nodes share
         sender_type, receiver_type = stage_link.node_types
@@ -386,8 +388,7 @@ class Network:
         # (from cluster, to cluster) -> messages that share the link between them.
         flows = {pair: crossing or stage_link.count} if crosses else {}
         return Load(
-            # A node class are equally busy nodes; one stands for all.
-            nics=(  # ((node class, fabric, direction), messages that share this NIC)
+            nics=(  # ((class of equally busy nodes, fabric, direction), messages that share this NIC)
                 ((stage_link.sender, fabric.name, "out"), stage_link.leaving),
                 ((stage_link.receiver, fabric.name, "in"), stage_link.reaching),
             ),
@@ -399,17 +400,17 @@ class Network:
         )
 
     def pairwise(self, stage_link: StageMessages, inside_bps: float = 0.0) -> Load:
-        """Return the load of an all-reduce between pairs of ranks: one of each of two stages.
+        """Return the load of summing a gradient between the two ranks that each pipeline has in two stages.
 
-        The ranks of a pair exchange halves of the gradient, then halves of the sum, in both
-        directions at the same time. So each rank sends as many bytes as the gradient has, in two
-        messages.
+        This is the gradient of a weight that both stages hold (a tied embedding). The two ranks
+        exchange halves of the gradient, then halves of the sum, in both directions at the same time.
+        So each rank sends as many bytes as the gradient has, in two messages.
 
         Args:
-            stage_link: Messages from one stage to the other, of all pipelines on equal nodes.
+            stage_link: Messages from the first of the stages to the other, of pipelines on equal nodes.
             inside_bps: Bits/s between the GPUs of a node.
         """
-        forward = self.message(stage_link, inside_bps)  # load of one message of each pair
+        forward = self.message(stage_link, inside_bps)  # load of a message of each pair
         if forward.fabric is None:  # inside a node
             return forward
         backward = self.message(stage_link.turned, inside_bps)  # in the opposite direction
@@ -418,7 +419,7 @@ class Network:
         for hop, flows in (*forward.hops, *backward.hops):
             hops[hop] = hops.get(hop, 0.0) + flows
         # A NIC is identified by a class of equally busy nodes, and a direction. If both stages are on
-        # nodes of one class, forward and backward messages have the same key. But they use
+        # nodes of the same class, forward and backward messages have the same key. But they use
         # different nodes of the class. So the larger load counts, not the sum.
         nics = dict(forward.nics)
         for nic, flows in backward.nics:
@@ -437,7 +438,7 @@ class Network:
     def both_ways(
         self, fabric: Fabric, flows: Mapping[int, float]
     ) -> tuple[tuple[Nic, float], ...]:
-        """Return the load of the NICs if as many messages leave every node as reach it.
+        """Return the load of the NICs in both directions, if as many messages leave every node as reach it.
 
         Args:
             fabric: Fabric of the NICs.
@@ -454,7 +455,7 @@ class Network:
         )
 
     def usable_fabrics(self, node_type: int) -> list[str]:
-        """Return the names of the fabrics on which groups of a node type run at full speed.
+        """Return the names of the fabrics on which groups of nodes of this type run at full speed.
 
         These are the nodes' fabrics that are faster than Ethernet, or Ethernet if they have none.
         With a WAN, the Ethernet of each cluster counts as a fabric of its own, with the name
@@ -470,7 +471,7 @@ class Network:
         return fast or [f"{ETHERNET} of {cluster}" if self.wan else ETHERNET]
 
     def spans_networks(self, node_types: frozenset[int]) -> bool:
-        """Return whether these node types share only Ethernet although one has a faster fabric.
+        """Return whether these node types share only Ethernet although some have a faster fabric.
 
         A group on such nodes "spans networks". With a WAN, Ethernet between two clusters counts as
         slower than Ethernet inside one.
@@ -480,7 +481,7 @@ class Network:
         return len({tuple(self.usable_fabrics(node_type)) for node_type in node_types}) > 1
 
     def spans_clusters(self, node_types: Iterable[int]) -> bool:
-        """Return whether nodes of these types lie in more than one cluster."""
+        """Return whether nodes of these types lie in several clusters."""
         return len(set(map(self.cluster, node_types))) > 1
 
     def link(self, load: Load) -> Link:

@@ -23,7 +23,7 @@ _SEPARATORS = re.compile(r"[_\-/.]+")
 
 
 def has_bfloat16(gpu: str) -> bool:
-    """Return whether a GPU computes in bfloat16. A GPU of unknown name is taken to do so.
+    """Return whether a GPU computes in bfloat16; True for a GPU whose name is not known.
 
     Args:
         gpu: Name as a driver or scheduler writes it, such as "Tesla V100-SXM2-16GB".
@@ -52,7 +52,7 @@ def with_number_formats(model: Model, spec: SiteSpec) -> Model:
     """Return the model with the number formats of each cluster's GPUs: whether they have bfloat16.
 
     The result is in `Gpu.has_bfloat16`, for each cluster of `model.gpus`. For example, it is False for a
-    cluster of Tesla V100 and True for one of A100.
+    cluster of Tesla V100, and True for a cluster of A100.
 
     Args:
         model: The model, with the speed and memory of each cluster's GPUs.

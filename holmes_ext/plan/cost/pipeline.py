@@ -15,8 +15,8 @@ With p stages, m micro-batches and v chunks per stage, the schedules are:
     breadth-first  F F F F B B B B, chunk   the gradients of a chunk are final long before those of the first
                    by chunk                 (Lamy-Poirier 2022, arXiv 2211.05953)
 
-All times are in seconds, in sequences by stage. `transfer` has one entry for each stage link (from a stage to
-the next one): the time of an activation, which is also the time of its gradient.
+All times are in seconds, in sequences by stage. `transfer` has an entry for each stage link (from a stage to
+the next stage): the time of an activation. Its gradient takes as long.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CONVERGED = 1e-13
 
 
 def uniform(layers: int, parts: int) -> tuple[int, ...]:
-    """Split layers evenly into parts; the first parts get one layer more (DeepSpeed's and Megatron's rule).
+    """Split layers evenly into parts; the first parts get a layer more (DeepSpeed's and Megatron's rule).
 
     Raises:
         HolmesError: There are fewer layers than parts.
@@ -72,7 +72,7 @@ def in_flight(
 
     The pace is the time between two micro-batches: that of the slowest stage or stage link. With
     k[s] in flight, stage s begins a micro-batch k[s] paces before it ends its backward pass, and a
-    later stage t k[t] paces before. The difference, and one pace for stage t itself, is the time of
+    later stage t k[t] paces before. The difference, and a pace for stage t itself, is the time of
     the trip from s to t and back:
 
         (k[s] - k[t] + 1) pace  >=  sum of busy[s..t]  +  2 x sum of transfer[s..t-1]
@@ -89,7 +89,7 @@ def in_flight(
         pace_s: Seconds between micro-batches to aim at; 0: those of the slowest stage.
     """
     stages = len(busy)
-    of_1f1b = range(stages, 0, -1)  # micro-batches in flight, by stage: 1 on the last one
+    of_1f1b = range(stages, 0, -1)  # micro-batches in flight, by stage: 1 on the last
     limits = [max(limit, least) for limit, least in zip(most, of_1f1b)] or [inf] * stages
     stages_s = (pace_s,) if pace_s else busy
     fastest_s = max((*stages_s, *load))  # no pace is faster than the slowest stage or stage link
@@ -105,8 +105,8 @@ def in_flight(
     counts = counts_at(fastest_s)
     if fit(counts):
         return tuple(counts)
-    # A bisection finds the shortest pace that fits: a longer pace never needs more micro-batches in flight,
-    # and one in which a micro-batch passes all stages there and back needs those of 1F1B, which always fit.
+    # A bisection finds the shortest pace that fits: a longer pace never needs more micro-batches in flight.
+    # If a micro-batch passes all stages there and back within a pace, those of 1F1B suffice, and these fit.
     slowest_s = sum(busy) + 2 * sum(transfer)
     for _ in range(_BISECTIONS):
         middle_s = (fastest_s + slowest_s) / 2
@@ -131,7 +131,7 @@ def quickest_in_flight(
     Both have enough in flight that no stage waits for a stage link (see in_flight). They aim at
     different times from one micro-batch to the next: that of the slowest stage, or the mean of all
     stages. The mean is shorter, so it needs more in flight. With few micro-batches per step it may
-    be faster: fast stages work ahead of the slowest one.
+    be faster: fast stages work ahead of the slowest stage.
 
     Args:
         forward: Seconds of a forward pass, by stage.
@@ -162,16 +162,16 @@ def quickest_in_flight(
 def share_nics(
     transfer: Seconds, load: Seconds, nics: Sequence[tuple[int, int]], busy_s: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the times of stage links, made longer where two stage links share a busy NIC.
+    """Return the times of stage links, longer for two stage links that share a busy NIC.
 
-    Such a NIC sends a message to the previous and one to the next stage, for each micro-batch. Sent
-    at the same time, each gets half of the rate until the shorter one ends. They overlap for twice
-    the time of the shorter message. Overlaps longer than the slowest stage computes slow the step.
+    Such a NIC sends a message to the previous and another to the next stage, for each micro-batch.
+    Sent at the same time, each gets half of the rate until the shorter message ends: they overlap for
+    twice its time. An overlap longer than the computation of the slowest stage slows the step.
 
     Args:
         transfer: Seconds of an activation over each stage link.
         load: Part of `transfer` that occupies the stage link.
-        nics: (first, last) stage of each run of stages that sends to both sides through one NIC.
+        nics: (first, last) stage of each run of stages that sends to both sides through the same NIC.
         busy_s: Seconds of a forward and a backward pass on the slowest stage.
 
     Returns:
@@ -272,7 +272,7 @@ def pace(busy: Seconds, transfer: Seconds) -> float:
         busy: Seconds of a forward and a backward pass together, by stage.
         transfer: Seconds of an activation over each stage link.
     """
-    guess_s = largest_s = max(busy)  # ratio of the slowest run of one stage
+    guess_s = largest_s = max(busy)  # ratio of the slowest run of a single stage
     while True:
         run_s = busy[-1]  # seconds of the slowest run that begins with `stage`, below
         count = 1  # stages in that run
@@ -312,10 +312,10 @@ def formula_ends(
         transfer: Seconds of an activation over each stage link.
         micro_batches: Micro-batches per step.
         virtual: Chunks per stage.
-        load_s: Seconds that a NIC needs to send one micro-batch of all chunks of a stage (interleaved).
+        load_s: Seconds that a NIC needs to send a micro-batch of all chunks of a stage (interleaved).
         link_load_s: Part of `transfer` that occupies the stage link, if enough micro-batches are in
             flight to hide the stage links; None under the framework's own schedule (StageCosts).
-        nics: (first, last) stage of runs on the same nodes, which send to both sides by one NIC.
+        nics: (first, last) stage of runs on the same nodes that send to both sides through the same NIC.
     """
     busy = [forward_s + backward_s for forward_s, backward_s in zip(forward, backward)]
     links_s = 2 * sum(transfer)
@@ -326,10 +326,10 @@ def formula_ends(
         first_end_s = sum(busy) + links_s + (micro_batches - 1) * pace_s
     elif virtual == 1:  # 1F1B: stages wait for messages (see pace)
         first_end_s = sum(busy) + links_s + (micro_batches - 1) * pace(busy, transfer)
-    else:  # interleaved, the only use of load_s: one chunk travels, all other chunks follow it
+    else:  # interleaved, the only use of load_s: a chunk travels, all other chunks follow it
         pace_s = max(*busy, load_s)
         first_end_s = sum(busy) / virtual + links_s + (micro_batches - 1 / virtual) * pace_s
-    # A gradient travels from the last stage to the first one, so later stages end earlier.
+    # A gradient travels from the last stage to the first, so later stages end earlier.
     ends = [first_end_s]
     for stage, link_s in enumerate(transfer):
         ends.append(ends[-1] - backward[stage] / virtual - link_s)
@@ -347,8 +347,7 @@ def walked_ends(
 ) -> list[float]:
     """Return when each stage ends its last backward pass, calculated pass by pass.
 
-    A pass starts after the pass before it on its stage, and after the message that it needs has arrived. Each
-    stage has one chunk.
+    A pass starts when its stage is free and its message has arrived. Each stage has a single chunk.
 
     Args:
         forward: Seconds of a forward pass, by stage.
@@ -357,7 +356,7 @@ def walked_ends(
         micro_batches: Micro-batches per step.
         in_flight: Micro-batches in flight on each stage; (): those of 1F1B.
         load: Part of `transfer` that occupies the stage link; (): sends block.
-        nics: (first, last) stage of runs on the same nodes, which send to both sides by one NIC.
+        nics: (first, last) stage of runs on the same nodes that send to both sides through the same NIC.
     """
     stages = len(forward)
     last = stages - 1
@@ -399,13 +398,14 @@ def walked_ends(
         for first, final in nics
     }
     for stage in reversed(range(last)):
+        # If the next stage ends later, so does this one: its last gradient arrives later.
         after_s = clock[stage + 1] + transfer[stage] + backward[stage]
         clock[stage] = max(clock[stage], after_s, least_end.get(stage, 0.0))
     return clock
 
 
 def asked_in_flight(options: Options, stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Return the micro-batches in flight on each stage that --holmes-inflight sets, or ().
+    """Return the micro-batches in flight on each stage that --holmes-inflight sets; (): it sets none.
 
     The option is a number of micro-batches more than 1F1B has. It does not apply to the last stage.
     """
@@ -430,8 +430,8 @@ def _least_end_s(
 
     Stages `first` to `final` are on the same nodes. For each micro-batch, their NIC sends an
     activation to the next stage and a gradient to stage `first` - 1. It is busy for the time of all
-    these messages, and idle before the first can be sent and after the last one has left. Busy time
-    plus idle time is one bound; the same for receiving is another. The result is the larger one,
+    these messages, and idle before the first can be sent and after the last has left. Busy time
+    plus idle time is a bound; the same for receiving is another. The result is the larger bound,
     plus the last backward pass.
 
     Args:
@@ -468,7 +468,7 @@ def _least_end_s(
 
 @dataclass(frozen=True)
 class Estimate:
-    """Predicted times of one step; tuples are by stage."""
+    """Predicted times of a step; tuples are by stage."""
 
     compute_s: tuple[float, ...]  # of all micro-batches
     transfer_s: tuple[float, ...]  # of an activation, by stage link

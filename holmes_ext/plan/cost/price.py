@@ -1,7 +1,7 @@
 """Cost of every layer on every stage of a placement, with the reductions that the stages use.
 
-    ReductionPrices               prices the possible reductions of a stage's groups
-    ReductionPrices.reductions    chooses one for each stage: that of its slowest group
+    ReductionPrices               prices the ways in which the groups of a stage can reduce gradients
+    ReductionPrices.reductions    chooses a reduction for each stage: that of its slowest group
     Prices.costs, price           -> StageCosts, the input of partition, search, bounds and plans
 
 Results are kept, so stages on equal nodes are priced once. A stage is as fast as its slowest GPU and its
@@ -42,27 +42,27 @@ T = TypeVar("T")
 class FoldedStages(NamedTuple):
     """A compact placement (Fold) of some stages, with the numbers of these stages in it.
 
-    A Fold keeps one of several equal ranks, and counts the equal ones. This one lacks all nodes
-    that hold none of the stages. So it may lack other stages, and it numbers the stages from 0
-    again.
+    A Fold keeps a representative of each set of equal ranks, and counts the ranks that it represents.
+    This Fold lacks all nodes that hold none of the stages. So other stages may be missing, and it
+    numbers its stages from 0 again.
     """
 
     fold: Fold
-    stages: tuple[int, ...]  # number in the fold, of each stage that was asked for
+    stages: tuple[int, ...]  # number in the fold of each requested stage
 
 
 @dataclass(frozen=True)
 class FamilyReductions:
-    """Prices of the ways to reduce the gradients of some equal groups of a stage (a family)."""
+    """Prices of the two ways to reduce the gradients of equal groups of a stage (a family)."""
 
     family: GroupFamily  # the groups
-    flat: PricedReduction  # one ring over all ranks of a group
+    flat: PricedReduction  # a single ring over all ranks of a group
     hierarchical: Hierarchical | None  # inside clusters, then across; None: not possible
     crossing_groups: float  # number of groups that share the links between clusters
 
 
 class _StageKey(NamedTuple):
-    """Equal for stages with equal nodes and groups, whose results can be shared."""
+    """Key for cached results; it is equal for stages with equal nodes and groups."""
 
     parts: tuple[Content, ...]  # nodes of the components that contain the stages
     sizes: Hashable
@@ -70,18 +70,19 @@ class _StageKey(NamedTuple):
 
 
 class ReductionPrices:
-    """Prices of the gradient reductions of a job on one network, for any order of the nodes.
+    """Prices of the gradient reductions of a job on a given network, for any order of the nodes.
 
     A price is a time as a linear function of the bytes: seconds per byte, and latency in seconds.
-    All placements (orders of the nodes) must have the same parallel sizes.
+    All placements (orders of the nodes) must have the same parallel sizes. Prices are computed when a
+    method first needs them, and are then cached.
 
     Args:
         network: Nodes, fabrics and links of the site.
         job: Layers and bytes of a rank.
         rules: Reductions that the engine and the options allow.
-        role_on_best_fabrics: Role of the groups ("data", "tensor", "context" or "expert") that are
-            priced as if a group could use the best fabric of each node. The difference to the real
-            price is the cost of groups whose nodes share only a slow fabric. "": no role.
+        role_on_best_fabrics: Kind of group ("data", "tensor", "context" or "expert") that is priced as
+            if all nodes of a group could use their best fabrics, even if they share only a slow
+            fabric. The difference to the real price is the cost of such groups. "": no kind.
     """
 
     def __init__(
@@ -91,15 +92,15 @@ class ReductionPrices:
         rules: Rules = Rules(),
         role_on_best_fabrics: str = "",
     ):
-        """Take over the arguments (see the class); no price is computed yet."""
+        """Store the arguments, which the class describes, and choose the network of each kind of group."""
         self.network = network
         self.job = job
         self.rules = rules
-        #: Whether prices are those of training without holmes, with one fabric for all traffic.
+        #: Whether prices are those of training without holmes, with a single fabric for all traffic.
         self.stock = network.single_fabric is not None
         self.hide_stage_links = rules.hide_stage_links and not self.stock and rules.virtual == 1
         self.cached_results: dict[Hashable, Any] = {}  # results of `remember`
-        #: Role of a group ("data", "tensor", ...) -> network that its groups are priced on.
+        #: Role (kind) of a group, such as "data" -> network on which its groups are priced.
         self.network_of_role: dict[str, Network] = dict.fromkeys(INSIDE, network)
         if role_on_best_fabrics:
             self.network_of_role[role_on_best_fabrics] = Network(
@@ -111,13 +112,13 @@ class ReductionPrices:
     def _key_and_fold(
         self, placement: Placement, *stages: int
     ) -> tuple[_StageKey, Callable[[], FoldedStages]]:
-        """Return a cache key that equal stages share, and a function that makes the stages' fold.
+        """Return a cache key that equal stages share, and a function that makes their compact placement.
 
         A component is a set of neighbouring stages that share nodes; each component has equally
         many stages. Stages are equal if their components have nodes of the same types, and if they
-        have the same numbers within their components. A fold is a compact placement that keeps one
-        of several equal pipelines and counts them; it contains only these components. It takes
-        time, so callers make it only if no result is cached under the key.
+        have the same numbers within their components. The compact placement (Fold) contains only
+        these components, and only a representative of equal pipelines. It takes time, so callers
+        make it only if no result is cached under the key.
 
         Args:
             placement: Nodes of each stage.
@@ -125,7 +126,7 @@ class ReductionPrices:
         """
         per_component = placement.stages_per_component  # neighbouring stages that share nodes
         components = sorted({stage // per_component for stage in stages})
-        # The fold has only these components, in this order, so the stages have other numbers in it.
+        # The fold has only these components, in this order, so the stages have other numbers there.
         folded_stages = tuple(
             components.index(stage // per_component) * per_component + stage % per_component
             for stage in stages
@@ -166,8 +167,8 @@ class ReductionPrices:
     def fold(self, placement: Placement, *stages: int) -> FoldedStages:
         """Return a compact placement of these stages' nodes, and the stages' numbers in it.
 
-        It keeps one of several equal ranks, and counts them. It lacks stages on other nodes, so the
-        stages may have other numbers in it.
+        It keeps a representative of equal ranks, and counts them. Stages on other nodes are missing,
+        so the stages may have other numbers in it.
         """
         _, folded = self._key_and_fold(placement, *stages)
         return folded()  # cached for equal nodes
@@ -177,7 +178,7 @@ class ReductionPrices:
 
         Args:
             name: Name of the result, such as "reduction".
-            key: All that the result depends on, besides this object.
+            key: Everything that affects the result, besides this object.
             make: Computes the result.
         """
         if (name, key) not in self.cached_results:
@@ -193,7 +194,7 @@ class ReductionPrices:
         if not self.rules.same_reductions:
             return result
         # The engine takes one setting for all stages. So it can reduce hierarchically only if all
-        # stages do, and if all have equally many runs of equal nodes (mostly one run a cluster).
+        # stages do, and if all have equally many runs of equal nodes (mostly a run for each cluster).
         # Otherwise all of them use the flat ring. `content`: (node type, ranks) of each run.
         choices = {
             (reduction.name, len(content)) for reduction, content in zip(result, placement.stages)
@@ -207,40 +208,43 @@ class ReductionPrices:
     def _reduction(self, placement: Placement, stage: int) -> PricedReduction:
         """Return the gradient reduction of a stage's slowest group, computed once for equal stages.
 
-        Equal groups form a family, and are priced once. Each family has a flat ring. If its groups
+        Equal groups form a family, and are priced once. Each family can use a flat ring. If its groups
         span clusters, it may have a hierarchical all-reduce, too. A stage reduces hierarchically if
         that is faster for each such family. (The groups of a stage run at the same time and share
-        NICs, so they all reduce in one way.)
+        NICs, so they all reduce in the same way.)
         """
         key, _ = self._key_and_fold(placement, stage)  # equal for stages on equal nodes
-        size = self.job.total_bytes / placement.sizes.pipeline  # gradients of an average stage
-
-        def slowest() -> PricedReduction:
-            """Choose how each group of the stage reduces; return the reduction that takes longest.
-
-            All groups that span clusters reduce hierarchically, if that is faster for each of them.
-            `placement`, `stage` and `size` are those of the enclosing function.
-            """
-            # The possible reductions (flat, hierarchical) of each family of equal groups.
-            families = self.family_reductions(placement, stage)
-            # Families whose groups span clusters. Only these can have a hierarchical reduction, so
-            # the first condition only saves the look-up of clusters.
-            spanning = [
-                options
-                for options in families
-                if options.hierarchical is not None
-                or self.network.spans_clusters(options.family.node_types)
-            ]
-            use_hierarchical = bool(spanning) and all(
-                self._prefers_hierarchical(options, size) for options in spanning
-            )
-            chosen = [self._chosen(options, use_hierarchical) for options in families]
-            return max(chosen, key=lambda reduction: reduction.seconds(size))
-
         # The number of stages on the same nodes decides how many groups share the links.
+        stages_at_once = self._stages_on_same_nodes(placement, stage)
         return self.remember(
-            "reduction", (key, self._stages_on_same_nodes(placement, stage)), slowest
+            "reduction",
+            (key, stages_at_once),
+            lambda: self._slowest_reduction(placement, stage),
         )
+
+    def _slowest_reduction(self, placement: Placement, stage: int) -> PricedReduction:
+        """Choose how each group of a stage reduces; return the reduction that takes longest.
+
+        All groups that span clusters reduce hierarchically, if that is faster for each of them.
+
+        Args:
+            placement: Nodes of each stage.
+            stage: Number of the stage.
+        """
+        mean_stage_bytes = self.job.total_bytes / placement.sizes.pipeline
+        # The possible reductions (flat, hierarchical) of each family of equal groups.
+        families = self.family_reductions(placement, stage)
+        spanning = []  # families whose groups span clusters
+        for options in families:
+            # Only such groups have a hierarchical reduction. Then there is no need to look further.
+            has_hierarchical = options.hierarchical is not None
+            if has_hierarchical or self.network.spans_clusters(options.family.node_types):
+                spanning.append(options)
+        use_hierarchical = bool(spanning) and all(
+            self._prefers_hierarchical(options, mean_stage_bytes) for options in spanning
+        )
+        chosen = [self._chosen(options, use_hierarchical) for options in families]
+        return max(chosen, key=lambda reduction: reduction.seconds(mean_stage_bytes))
 
     def _prefers_hierarchical(self, options: FamilyReductions, size: float) -> bool:
         """Return whether some groups should reduce `size` bytes hierarchically.
@@ -276,7 +280,7 @@ class ReductionPrices:
         return sharded or options.flat
 
     def _stages_on_same_nodes(self, placement: Placement, stage: int) -> int:
-        """Return how many stages, with this one, use the links between clusters at the same time.
+        """Return how many stages use the links between clusters at the same time as `stage`, itself included.
 
         These are the stages on the same nodes, which reduce their gradients at the same time.
         """
@@ -288,67 +292,91 @@ class ReductionPrices:
     def family_reductions(self, placement: Placement, stage: int) -> list[FamilyReductions]:
         """Return the possible reductions of a stage's gradients, priced for each of its groups.
 
-        Equal groups form a family, and have one entry. Results are cached. Equal stages share them,
+        Equal groups form a family with a single entry. Results are cached. Equal stages share them,
         if the same number of stages competes for the links between clusters.
         """
         key, folded = self._key_and_fold(placement, stage)
         stages_at_once = self._stages_on_same_nodes(placement, stage)
+        pipeline = placement.sizes.pipeline
+        return self.remember(
+            "family reductions",
+            (key, stages_at_once),
+            lambda: self._priced_families(folded(), stages_at_once, pipeline),
+        )
 
-        def price_families() -> list[FamilyReductions]:
-            """Return the possible reductions of the stage's groups; equal groups form one entry."""
-            # The fold is a compact placement of the stage's nodes. It numbers stages from 0 again.
-            fold, (folded_stage,) = folded()
-            families = fold.families(folded_stage)  # families of equal data-parallel groups
-            # All stages on the same nodes reduce at the same time, in all of their groups.
-            crossing_groups = stages_at_once * sum(family.count for family in families)
-            return [
-                self.reductions_of_family(family, crossing_groups, placement.sizes.pipeline)
-                for family in families
-            ]
+    def _priced_families(
+        self, folded: FoldedStages, stages_at_once: int, pipeline: int
+    ) -> list[FamilyReductions]:
+        """Return the possible reductions of a stage's gradients, with an entry for equal groups.
 
-        return self.remember("family reductions", (key, stages_at_once), price_families)
+        Args:
+            folded: Compact placement of the stage's nodes, and the number of the stage in it.
+            stages_at_once: Number of stages that reduce at the same time over the same links.
+            pipeline: Number of all pipeline stages.
+        """
+        (folded_stage,) = folded.stages
+        families = folded.fold.families(folded_stage)  # families of equal data-parallel groups
+        groups = sum(family.count for family in families)  # of the stage
+        crossing_groups = stages_at_once * groups
+        return [self.reductions_of_family(family, crossing_groups, pipeline) for family in families]
 
     def reductions_of_family(
         self, family: GroupFamily, crossing_groups: float, pipeline: int = 1
     ) -> FamilyReductions:
-        """Return the possible gradient reductions of some equal groups, priced: flat, hierarchical.
+        """Return the prices of the two ways in which equal data-parallel groups can sum gradients.
+
+        Flat is a ring over all ranks of a group. Hierarchical sums inside each cluster first.
 
         Args:
             family: The equal groups.
-            crossing_groups: Number of groups that use the links between clusters at the same time.
-            pipeline: Number of stages, to divide the bytes of all gradients by.
+            crossing_groups: Number of data-parallel groups, of this and other families, that use the
+                links between clusters at the same time.
+            pipeline: Number of stages. Each is assumed to have an equal part of all gradients.
         """
-        network = self.network_of_role["data"]  # for the fabrics of data-parallel groups
-        rules = self.rules
-        link_bps = self.link_bps(family.node_types)  # between the GPUs of a node
-        hierarchical_reduction = None
-        # Training without holmes (`stock`) has none. ZeRO 2 and 3 reduce-scatter the gradients of
-        # each micro-batch instead.
-        if not self.stock and rules.zero < 2 and HIERARCHICAL in rules.reductions:
-            # The fastest one; None if it is not possible, or of no use.
-            hierarchical_reduction = hierarchical(
-                network,
-                family,
-                self.job.total_bytes / pipeline,
-                direct=rules.direct,  # gloo's exchanges in place of NCCL's rings
-                groups=crossing_groups,
-                compress=rules.compress,
-                inside_bps=link_bps,
-                chunk_bytes=rules.bucket_bytes,  # each bucket is one chunk; 0: choose it
-            )
+        network = self.network_of_role["data"]
+        gpu_link_bps = self.link_bps(family.node_types)  # between the GPUs of a node
         flat = PricedReduction(
-            load=network.ring(family, crossing_groups, link_bps),  # of a ring all-reduce
+            load=network.ring(family, crossing_groups, gpu_link_bps),
             name=FLAT if family.nodes > 1 else "local",
         )
         return FamilyReductions(
             family,
             flat=flat,
-            hierarchical=hierarchical_reduction,
+            hierarchical=self._hierarchical_of_family(
+                family, crossing_groups, stage_bytes=self.job.total_bytes / pipeline
+            ),
             crossing_groups=crossing_groups,
         )
 
+    def _hierarchical_of_family(
+        self, family: GroupFamily, crossing_groups: float, stage_bytes: float
+    ) -> Hierarchical | None:
+        """Return the fastest hierarchical reduction of equal groups, or None if it is not allowed or useful.
+
+        Args:
+            family: The equal groups.
+            crossing_groups: Number of groups that use the links between clusters at the same time.
+            stage_bytes: Bytes of gradients for which the reduction should be fast.
+        """
+        rules = self.rules
+        # ZeRO 2 and 3 reduce-scatter the gradients of each micro-batch instead.
+        sums_once_a_step = rules.zero < 2
+        is_allowed = not self.stock and HIERARCHICAL in rules.reductions
+        if not sums_once_a_step or not is_allowed:
+            return None
+        return hierarchical(
+            self.network_of_role["data"],
+            family,
+            stage_bytes,
+            direct=rules.direct,  # gloo's exchanges in place of NCCL's rings
+            groups=crossing_groups,
+            compress=rules.compress,
+            inside_bps=self.link_bps(family.node_types),
+            chunk_bytes=rules.bucket_bytes,  # a chunk for each bucket; 0: the best size
+        )
+
     def _sharded(self, options: FamilyReductions) -> Sharded:
-        """Return the collectives of sharded training (ZeRO, FSDP) for some equal groups, priced.
+        """Return the prices of the collectives of sharded training (ZeRO, FSDP) in equal groups.
 
         Weights, gradients or optimizer states are sharded over the ranks of each group. With hybrid
         sharding (FSDP's HSDP), every cluster has all shards: its ranks gather weights and
@@ -356,7 +384,7 @@ class ReductionPrices:
         then all-reduce the gradient of their shard.
 
         Args:
-            options: The groups, with the price of a ring all-reduce in each of them.
+            options: The groups, with the price of a flat ring all-reduce.
         """
         sharded = Sharded(
             load=options.flat.load,
@@ -370,7 +398,7 @@ class ReductionPrices:
             sharded = replace(sharded, scatter_share=1.0)
         if not self.rules.hybrid:
             return sharded
-        # For each cluster, the groups' parts in it, as a family of equal groups.
+        # For each cluster, the ranks of the groups in this cluster, as a family of smaller groups.
         cluster_families = inside_clusters(self.network, options.family)
         if not cluster_families:  # the groups do not span clusters evenly
             return sharded  # all shards are divided among the ranks of all clusters
@@ -380,7 +408,7 @@ class ReductionPrices:
             for family in cluster_families
         ]
         slowest = max(rings_inside, key=lambda ring: (ring.price.byte_s, ring.price.latency_s))
-        shard_owners = owners(self.network, options.family)  # groups of one rank of each cluster
+        shard_owners = owners(self.network, options.family)  # groups with a rank of each cluster
         across = self.network.ring(shard_owners, options.crossing_groups)  # load of an all-reduce
         shards = cluster_families[0].ranks  # ranks of a group in each cluster
         return replace(sharded, load=slowest, name="hybrid", across=across, shards=shards)
@@ -397,9 +425,9 @@ class ReductionPrices:
 
 
 class Prices(ReductionPrices):
-    """Costs of a job on one network, for any order of the nodes (placement) of the same sizes.
+    """Costs of a job on a given network, for any order of the nodes (placement) of the same sizes.
 
-    It adds computation, stage links and memory to the prices of the reductions.
+    These are computation, messages between stages and memory, besides the prices of reductions.
     """
 
     def costs(
@@ -448,17 +476,17 @@ class Prices(ReductionPrices):
             repeats=job.repeats,
             working_bytes=job.working_bytes,
             virtual=rules.virtual,
-            # Of the busiest NIC, for one micro-batch of an interleaved schedule.
+            # Of the busiest NIC, for a micro-batch of an interleaved schedule.
             load_s=self._load_s(placement, stage_links) if rules.virtual > 1 else 0.0,
             places=tuple(limit.clusters for limit in limits),
             link_load_s=link_load_s,
-            # (first, last) of stages that send to both sides over one NIC.
+            # (first, last) of stages that send to both sides over the same NIC.
             shared_nic_stages=self.shared_nic_stages(placement) if self.hide_stage_links else (),
             weights_s=tuple(costs.weights_s for costs in layer_costs),
         )
 
     def step_s(self, placement: Placement) -> float:
-        """Return the step time in closed form, in seconds, for a job with one block on each stage.
+        """Return the step time in closed form, in seconds, for a job with a single block on each stage.
 
         This suits a RankModel.of_workload: its block has the work of a whole average stage.
         """
@@ -506,15 +534,15 @@ class Prices(ReductionPrices):
         """Return the costs of each type of layer (embedding, block, output) on a stage.
 
         Args:
-            folded: Returns (fold, stages): a compact placement of the stage's nodes, and a tuple
-                with the number of this one stage in it.
+            folded: Makes the compact placement (Fold) of the stage's nodes. It is a function because
+                making the placement takes time, and results are cached.
             reduction: Reduction of the stage's gradients.
             sharded: Whether passes include the collectives of ZeRO 2 and 3 in each micro-batch.
         """
-        fold, (stage,) = folded()
+        fold, (stage,) = folded()  # the compact placement, and the number of the stage in it
         job = self.job
         content = fold.placement.stages[stage]  # nodes of the stage: (node type, ranks)
-        flops = job.slowest(self.network.clusters(content)).flops
+        flops = job.slowest(self.network.clusters(content)).flops  # the slowest GPU decides
         # Half of the groups' collectives run in the forward pass, half in the backward pass.
         half_s = self.collective_s(fold, stage) / 2
         # By type of layer: seconds of its tensor, context and expert groups in one pass.
@@ -528,11 +556,15 @@ class Prices(ReductionPrices):
             for layer, group_s in zip(job.layers, collectives_s)
         )
         if sharded and isinstance(reduction, Sharded):
-            # Adds the gathers and reduce-scatters of each micro-batch (ZeRO 2 and 3).
+            # Add the gathers and reduce-scatters that ZeRO 2 and 3 run in each pass.
             forward_s, backward_s = reduction.passes(
-                forward_s, backward_s, job.reduced_bytes, job.repeats, self.rules.prefetch
+                forward_s,
+                backward_s,
+                sizes=job.reduced_bytes,
+                repeats=job.repeats,
+                prefetch=self.rules.prefetch,  # whether they overlap with computation
             )
-        # `once` is the price of the collectives that run once a step, not in each micro-batch.
+        # The collectives that run once a step, after the backward pass: seconds per byte of gradients.
         reduction_byte_s = reduction.once.byte_s
         return _LayerCosts(
             forward_s=forward_s,
@@ -542,24 +574,25 @@ class Prices(ReductionPrices):
         )
 
     def collective_s(self, fold: Fold, stage: int) -> float:
-        """Return the seconds that a block's tensor, context and expert groups take for a micro-batch.
+        """Return the seconds in which a block's tensor, context and expert groups communicate.
 
-        This is the sum of the forward and the backward pass.
+        This is the time for a micro-batch, forward and backward pass together.
 
         Args:
-            fold: A compact placement, which has only one of several equal ranks.
+            fold: A compact placement: it has a representative of each set of equal ranks.
             stage: Number of the stage in the fold.
         """
         block = self.job.block
         sizes = fold.full_placement.sizes
-        groups = (  # (role, ranks of a group, bytes that it exchanges)
-            ("tensor", sizes.tensor, block.tensor_bytes),
-            ("context", sizes.context, block.context_bytes),
-            ("expert", sizes.expert, block.expert_bytes),
-        )
-        return sum(
-            self._group_s(fold, stage, role, size) for role, ranks, size in groups if ranks > 1
-        )
+        total_s = 0.0
+        # A group of a single rank exchanges nothing.
+        if sizes.tensor > 1:
+            total_s += self._group_s(fold, stage, "tensor", block.tensor_bytes)
+        if sizes.context > 1:
+            total_s += self._group_s(fold, stage, "context", block.context_bytes)
+        if sizes.expert > 1:
+            total_s += self._group_s(fold, stage, "expert", block.expert_bytes)
+        return total_s
 
     def _group_s(self, fold: Fold, stage: int, role: str, size: float) -> float:
         """Return the seconds that the slowest group of a role needs to exchange `size` bytes.
@@ -568,16 +601,16 @@ class Prices(ReductionPrices):
         ring.
 
         Args:
-            fold: A compact placement, which has only one of several equal ranks.
+            fold: A compact placement: it has a representative of each set of equal ranks.
             stage: Number of the stage in the fold.
-            role: "tensor", "context" or "expert".
+            role: Kind of group: "tensor", "context" or "expert".
             size: Bytes that the group sums, or that a rank sends.
         """
         network = self.network_of_role[role]
         slowest_s = 0.0
         for family in fold.families(stage, role):  # a family: equal groups of the stage
             link_bps = self.link_bps(family.node_types)  # between the GPUs of a node
-            # Load: use of NICs and links, for each byte of the sum or of what a rank sends.
+            # Load: use of NICs and links, for each byte that the group sums or a rank sends.
             if role == "tensor":
                 load = network.ring(family, groups=family.count, inside_bps=link_bps)
             else:
@@ -589,7 +622,7 @@ class Prices(ReductionPrices):
     # ------------------------------------------------------------------- stage links
 
     def stage_links(self, placement: Placement) -> list[Price]:
-        """Return the price of sending an activation from each stage to the next one.
+        """Return the price of sending an activation from each stage to the next stage.
 
         A price has seconds per byte, and latency in seconds.
         """
@@ -606,57 +639,60 @@ class Prices(ReductionPrices):
         """Return the price of an activation from one stage to another, for the slowest pair of ranks.
 
         Args:
-            fold: A compact placement, which has only one of several equal ranks.
+            fold: A compact placement: it has a representative of each set of equal ranks.
             stages: Numbers of the sending and the receiving stage in the fold.
         """
-        sender, receiver = stages
-        # Over Ethernet, `slices` ranks send a part of the activation each, and compression (not in
-        # training without holmes, `stock`) leaves `share` of its bytes.
-        # (full_placement has all ranks of the job, not only the kept ones.)
+        # (full_placement has all ranks of the job, not only those that the fold keeps.)
         slices = self.slices(fold.full_placement)
+        # Training without holmes (`stock`) compresses nothing.
         share = 1.0 if self.stock else self.job.compressed_share(self.rules.compression)
-
-        def prices() -> list[Price]:
-            """Return the price of sending an activation from stage `sender` to stage `receiver`.
-
-            A price has seconds per byte, and latency in seconds. Pipelines on equal nodes form a
-            class, and the result has one price for each class. All pipelines send at the same time.
-
-            The enclosing function defines `sender`, `receiver`, the placement (`fold`), `slices`
-            and `share`. Over Ethernet, `slices` ranks send a part of the activation each, and
-            compression leaves the part `share` of its bytes.
-            """
-            messages_of_classes = self._messages(fold, sender, receiver)
-            # Types of both nodes -> messages between such nodes, which share the links between
-            # their clusters.
-            crossing: Counter[tuple[int, int]] = Counter()
-            for messages in messages_of_classes:
-                crossing[messages.node_types] += messages.count
-            result = []
-            for messages in messages_of_classes:
-                link_bps = self.link_bps(messages.node_types)  # between the GPUs of a node
-                # Use of NICs and links by the message of one pipeline.
-                load = self.network.message(messages, link_bps, crossing[messages.node_types])
-                # A message inside a node or on a fast fabric stays whole and uncompressed.
-                result.append(_price_of_slices(load, link_bps, slices, share))
-            return result
-
         # The prices depend on the job only by its GPUs, so jobs with the same GPUs share them. The
         # network and the job keep both objects alive, so their ids are not used again.
         key = "stage_link", id(fold), stages, slices, share, id(self.job.gpus)
+        prices = self.network.remember(
+            key, lambda: self._stage_link_of_classes(fold, stages, slices, share)
+        )
         size = self.job.block.activation_bytes or 1.0  # 0: compare by the latency and a single byte
-        return max(self.network.remember(key, prices), key=lambda price: price.seconds(size))
+        return max(prices, key=lambda price: price.seconds(size))
+
+    def _stage_link_of_classes(
+        self, fold: Fold, stages: tuple[int, ...], slices: int, share: float
+    ) -> list[Price]:
+        """Return the price of an activation from one stage to another, for each class of equal pipelines.
+
+        A price has seconds per byte, and latency in seconds. All pipelines send at the same time.
+
+        Args:
+            fold: A compact placement: it has a representative of each set of equal ranks.
+            stages: Numbers of the sending and the receiving stage in the fold.
+            slices: Number of ranks that send a part of the activation each, over Ethernet.
+            share: Part of the bytes that compression leaves, over Ethernet.
+        """
+        sender, receiver = stages
+        messages_of_classes = self._messages(fold, sender, receiver)
+        # Messages between nodes of the same types share the links between their clusters.
+        crossing: Counter[tuple[int, int]] = Counter()  # types of both nodes -> messages
+        for messages in messages_of_classes:
+            crossing[messages.node_types] += messages.count
+        prices = []
+        for messages in messages_of_classes:
+            link_bps = self.link_bps(messages.node_types)  # between the GPUs of a node
+            # Use of NICs and links by the message of a single pipeline.
+            load = self.network.message(messages, link_bps, crossing[messages.node_types])
+            # A message inside a node or on a fast fabric stays whole and uncompressed.
+            prices.append(_price_of_slices(load, link_bps, slices, share))
+        return prices
 
     def _messages(self, fold: Fold, sender: int, receiver: int) -> list[StageMessages]:
-        """Return the messages between two stages, of each class of pipelines on equal nodes."""
+        """Return the messages between two stages, with an entry for each class of equal pipelines."""
         # Classes whose messages use the same fabric send at the same time.
         return fold.stage_links(sender, receiver, lambda types: self.network.fabric(types).name)
 
     def _transfer_s(self, stage_links: Sequence[Price]) -> tuple[Row, ...]:
-        """Return the seconds that the output of a layer takes to the next stage.
+        """Return the seconds of sending the output of a layer to the next stage.
 
         Args:
-            stage_links: Price of an activation from each stage to the next one.
+            stage_links: Price of an activation from each stage to the next stage.
 
         Returns:
             By stage, and by type of layer (embedding, block, output): the time if the stage ends
@@ -670,11 +706,11 @@ class Prices(ReductionPrices):
         return tuple((price.seconds(size),) * senders + output for price in (*stage_links, FREE))
 
     def shared_nic_stages(self, placement: Placement) -> tuple[tuple[int, int], ...]:
-        """Return the stages whose nodes send to the previous and the next stage over one NIC.
+        """Return the stages whose nodes send to the previous and the next stage over the same NIC.
 
         Returns:
             (first, last) stage of each run of neighbouring stages on the same nodes. The stage link
-            before the first one and the stage link after the last one use the same fabric.
+            before the first and the stage link after the last of these stages use the same fabric.
         """
         last = placement.sizes.pipeline - 1
         # By stage link: fabrics of its messages, {_INSIDE_NODE} if none leaves a node. Stage link i
@@ -683,21 +719,21 @@ class Prices(ReductionPrices):
             self._computed_once("fabrics", self._fabrics, placement, stage, stage + 1)
             for stage in range(last)
         ]
-        inside_node = {_INSIDE_NODE}
-        ranges = []
-        # First of the stages on the same nodes as `stage`; the loop moves it to the next run.
-        first_on_nodes = 0
-        for stage in range(1, last):
-            link_before = stage - 1
-            link_after = stage
-            if fabrics[link_before] != inside_node:
-                first_on_nodes = stage  # messages arrive from other nodes
-            if first_on_nodes == 0 or fabrics[link_after] == inside_node:
-                continue  # no link to nodes before the run, or the run goes on after `stage`
-            # A node has one NIC on each fabric. So links on one fabric share it.
-            if fabrics[first_on_nodes - 1] & fabrics[link_after]:
-                ranges.append((first_on_nodes, stage))
-        return tuple(ranges)
+        # Divide the stages into runs on the same nodes: a run ends where messages leave the nodes.
+        runs = []
+        first = 0
+        for stage in range(last + 1):
+            ends_run = stage == last or fabrics[stage] != {_INSIDE_NODE}
+            if ends_run:
+                runs.append((first, stage))
+                first = stage + 1
+        # Of the runs with links on both sides, keep those whose links use the same fabric: a node has a
+        # single NIC on each fabric, so the links share it.
+        return tuple(
+            (first, final)
+            for first, final in runs
+            if first > 0 and final < last and fabrics[first - 1] & fabrics[final]
+        )
 
     def _fabrics(self, fold: Fold, stages: tuple[int, ...]) -> set[str]:
         """Return the fabrics that carry the messages between two stages, or _INSIDE_NODE."""
@@ -712,11 +748,11 @@ class Prices(ReductionPrices):
         """Return the number of slices into which an activation is cut to cross Ethernet.
 
         Without sequence parallelism, all ranks of a tensor-parallel group have the same activation.
-        So each of them sends one slice, and the receivers gather the slices inside their node
+        So each of them sends a slice, and the receivers gather the slices inside their node
         (runtime/groups/wire.py). The result is 1 (no slices) if a tensor-parallel group has several
         nodes, or in training without holmes (`stock`).
         """
-        # Whether every tensor-parallel group lies in one node.
+        # Whether every tensor-parallel group lies in a single node.
         is_possible = placement.sizes.tensor_inside(placement.processes)
         if self.stock or not self.rules.slices or not is_possible:
             return 1
@@ -725,16 +761,16 @@ class Prices(ReductionPrices):
         return self.job.copies or placement.sizes.tensor
 
     def _load_s(self, placement: Placement, stage_links: Sequence[Price]) -> float:
-        """Return the seconds that the busiest NIC needs to send one micro-batch of an interleaved schedule.
+        """Return the seconds that the busiest NIC needs to send a micro-batch of an interleaved schedule.
 
         A micro-batch passes all stages v times, once for each of the v chunks of a stage. So it crosses every
-        stage link v times, and from the last stage back to the first one v - 1 times. For each crossing the
+        stage link v times, and from the last stage back to the first v - 1 times. For each crossing the
         sender sends an activation, and later the receiver sends a gradient back. Messages inside a cluster
         and between clusters use different NICs.
 
         Args:
             placement: Nodes of each stage.
-            stage_links: Price of an activation from each stage to the next one.
+            stage_links: Price of an activation from each stage to the next stage.
         """
         chunks = self.rules.virtual
         size = self.job.block.activation_bytes
@@ -753,7 +789,7 @@ class Prices(ReductionPrices):
 
         for stage, stage_link in enumerate(stage_links):
             add(stage, stage + 1, chunks * stage_link.seconds(size))
-        # From the last stage to the first one, where the next chunk begins.
+        # From the last stage to the first, where the next chunk begins.
         around_s = self.stage_link(placement, last, 0).seconds(size) if last else 0.0
         add(0, last, (chunks - 1) * around_s)
         return max(*inside_s, *across_s)
@@ -772,7 +808,7 @@ class Prices(ReductionPrices):
 
         def seconds(fold: Fold, _: tuple[int, ...]) -> float:
             # fold: the compact placement of both stages. The unused argument has the numbers of the
-            # stages in it; tied() takes the first and the last one. It prices the fastest reduction
+            # stages in it; tied() takes the first and the last stage. It prices the fastest reduction
             # for each class of pipelines on equal nodes; the slowest class counts.
             return max(reduction.seconds(size) for reduction in self.tied(fold))
 
@@ -786,7 +822,7 @@ class Prices(ReductionPrices):
         nodes form a class.
 
         Args:
-            fold: A compact placement: one pipeline of each class, with their number.
+            fold: A compact placement: it has a pipeline of each class, and the number of its equals.
         """
         size = self.job.tied_bytes
         result: list[PricedReduction] = []
@@ -803,15 +839,15 @@ class Prices(ReductionPrices):
     def tied_of(
         self, fold: Fold, pipeline_class: int, alone: bool
     ) -> tuple[PricedReduction, Hierarchical | None]:
-        """Return the two ways to reduce a tied weight: by pairs, and hierarchically (None: not possible).
+        """Return the prices of two ways to sum a tied weight's gradient: by pairs, and hierarchically.
 
         A tied weight is the embedding that the first and the last stage share. By pairs, each rank of
         the first stage all-reduces with its counterpart in the last stage. Hierarchically, the ranks
-        of both stages form one group (`joint`).
+        of both stages form a single group (`joint`). None: this is not possible.
 
         Args:
-            fold: A compact placement: one of several equal pipelines, with their number.
-            pipeline_class: Number of the class; pipelines of one class run on equal nodes.
+            fold: A compact placement: it has a pipeline of each class, and the number of its equals.
+            pipeline_class: Number of the class; pipelines of the same class run on equal nodes.
             alone: Whether the price leaves out the other groups that send at the same time (for the
                 simulation, which adds their loads itself).
         """
@@ -825,7 +861,7 @@ class Prices(ReductionPrices):
         # Families of equal groups of all ranks, in both stages, with the same part of the weight.
         for family in tied_weight_families(fold):
             if pipeline_class in family.pipeline_classes:  # the family of these pipelines
-                # None if a stage does not lie in one cluster, or if both lie in the same one.
+                # None if a stage does not lie in a single cluster, or if both lie in the same cluster.
                 joint = tied_hierarchical(
                     self.network,
                     family,
@@ -845,6 +881,7 @@ class Prices(ReductionPrices):
         )
 
     def _spans_networks(self, fold: Fold, stages: tuple[int, ...]) -> bool:
+        """Return whether a group of a stage must use Ethernet because its nodes share no fast network."""
         # Groups of a stage in all roles (data, tensor, context, expert), as families of equal
         # groups.
         families = (family for role in INSIDE for family in fold.families(stages[0], role))
@@ -879,12 +916,12 @@ def _price_of_slices(load: Load, link_bps: float, slices: int, share: float) -> 
     Args:
         load: Use of NICs and links by the whole message.
         link_bps: Bits/s inside the receiving node, where the slices are gathered; 0: not known.
-        slices: Number of ranks that send one slice each.
+        slices: Number of ranks that send a slice each.
         share: Part of the bytes that compression leaves.
     """
     if load.fabric is None or load.fabric.name != ETHERNET:
         return load.price  # messages inside a node or on a fast fabric stay whole
-    # A receiver has one slice and gets the others from its node.
+    # A receiver has a slice and gets the others from its node.
     gather_byte_s = 8 * (slices - 1) / slices / link_bps if link_bps else 0.0
     return Price(share * load.price.byte_s / slices + gather_byte_s, load.price.latency_s)
 

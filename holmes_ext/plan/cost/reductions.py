@@ -1,8 +1,8 @@
 """Costs of the ways to sum gradients over a data-parallel group.
 
-Each class or function below prices one way; classes also list the transfers for the simulation:
+The classes and functions below each price one way; classes also list the transfers for the simulation:
 
-    PricedReduction   one ring all-reduce over all ranks of a group
+    PricedReduction   a ring all-reduce over all ranks of a group
     Hierarchical      reduce inside every cluster, then across clusters, then distribute inside again
     Sharded           gradients, weights or optimizer sharded over a data-parallel group (ZeRO, FSDP)
     by_pairs          all-reduce of the gradient of a weight that the first and last stage share
@@ -60,21 +60,23 @@ Tag = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class Flow:
-    """A transfer of the simulation: collectives with the same loads that run one after the other.
+    """A transfer of the simulation: collectives with the same loads that run in sequence.
 
     The time of a transfer depends on its `loads` (use of NICs and links) and on other transfers
-    that run at the same time. A flat all-reduce is one Flow, with a collective for each bucket. A
+    that run at the same time. A flat all-reduce is a single Flow, with a collective for each bucket. A
     hierarchical all-reduce has four Flows for each chunk of the gradients (reduce inside and across
     clusters, gather across and inside). Each has a single collective and is `chained`: it starts
     the next one.
     """
 
-    loads: tuple[Load, ...]  # of a step inside clusters: one for each cluster; else a single one
+    loads: tuple[
+        Load, ...
+    ]  # of a step inside clusters: a load for each cluster; else a single load
     sizes: tuple[float, ...]  # bytes of each collective
     tag: Hashable  # name of the transfer
-    channel: Hashable = None  # transfers on one channel run one after the other
-    then: Hashable = None  # tag of the transfer that starts when this one has arrived
-    chained: bool = False  # whether it is one step of a chunk
+    channel: Hashable = None  # transfers on the same channel run in sequence
+    then: Hashable = None  # tag of the transfer that starts when this transfer has arrived
+    chained: bool = False  # whether it is a step of a chunk (hierarchical all-reduce)
     wan_latency_s: float = 0.0  # latency between clusters beyond the fabric's own
     awaits_arrival: bool = False  # whether the next transfer on the channel waits for the latency
 
@@ -109,8 +111,8 @@ class PricedReduction:
             tag: Name of the last transfer. Its first three elements name the reduction.
             most: Largest number of chains.
         """
-        # One chain with a single transfer, which reduces the buckets one after the other. Transfers
-        # on one channel run one after the other, too.
+        # A chain with a single transfer, which reduces the buckets in sequence. Transfers on the same
+        # channel run in sequence, too.
         return [[Flow(loads=(self.load,), sizes=tuple(sizes), tag=tag, channel=tag[:3])]]
 
 
@@ -150,13 +152,13 @@ class Hierarchical(PricedReduction):
     #: Algorithm of the steps across clusters: direct exchanges, a ring or a tree of clusters.
     route: CrossClusterAlgorithm = field(default=CrossClusterAlgorithm("direct", ()))
     ranks: Mapping[str, int] = field(default_factory=dict, hash=False)  # cluster -> its ranks
-    #: Latency of one step across clusters, in seconds, and the part of it beyond the fabric's own latency.
+    #: Latency of a step across clusters, in seconds, and the part of it beyond the fabric's own latency.
     step_latency_s: float = 0.0
     wan_latency_s: float = 0.0
     #: Seconds per byte of a chunk that a step across takes longer because clusters on the route receive a
     #: chunk completely before they forward it.
     relay_byte_s: float = 0.0
-    #: Whether a chunk must arrive before the next one leaves (direct exchanges over long distances).
+    #: Whether a chunk must arrive before the next chunk leaves (direct exchanges over long distances).
     stalls: bool = False
     compressed_share: float = 1.0  # part of the bytes that compression leaves on the slow network
     senders: float = 1.0  # ranks of a node that send across at the same time
@@ -168,14 +170,16 @@ class Hierarchical(PricedReduction):
 
         The price has seconds per byte of the gradients, and latency in seconds.
         """
-        prices = [load.price for load in self.inside_loads]  # of one step, if nothing else runs
-        # FREE: no cluster has more than one rank of the group.
+        prices = [
+            load.price for load in self.inside_loads
+        ]  # of a single step, if nothing else runs
+        # FREE: no cluster has several ranks of the group.
         slowest = max(prices, key=lambda price: price.byte_s, default=FREE)
         return slowest.scaled(2)  # two steps
 
     @property
     def _stall_byte_s(self) -> float:
-        """Return the latency that chunks add if each waits for the one before, in seconds per byte.
+        """Return the latency that chunks add if each waits for its predecessor, in seconds per byte.
 
         If chunks stall, a chunk is sent across clusters only after the previous one has arrived.
         Then every chunk takes two latencies (reduce and gather), which are divided by its bytes.
@@ -190,7 +194,7 @@ class Hierarchical(PricedReduction):
 
         The price has seconds per byte of the gradients, and latency in seconds. The busiest NIC or
         link between clusters sets the rate. Compression sends fewer bytes. Chunks normally follow
-        each other without a pause, so only one latency counts. If `stalls` is set, each chunk
+        each other without a pause, so the latency counts once. If `stalls` is set, each chunk
         leaves only after the chunk before it has arrived, so the latency counts for every chunk.
         """
         # NIC or link between clusters -> seconds that it is busy per bit, in both steps.
@@ -202,8 +206,8 @@ class Hierarchical(PricedReduction):
                 bit_s[nic] += flows / load.fabric.rate_bps
             for hop, flows in load.hops:  # the same for links between clusters
                 bit_s[hop] += flows / hop.rate_bps
-        # Each of the two steps takes one latency. gloo's direct exchanges over a WAN (`stalls`) take a
-        # second one: a send waits for the receiver's announcement, posted at the same time.
+        # Each of the two steps takes a latency. gloo's direct exchanges over a WAN (`stalls`) take a
+        # second latency: a send waits for the receiver's announcement, posted at the same time.
         latencies = 4 if self.stalls else 2
         busiest_byte_s = 8 * max(bit_s.values())
         return Price(
@@ -217,7 +221,7 @@ class Hierarchical(PricedReduction):
         """Return the price of reducing all gradients of a step once, in many chunks.
 
         Chunks pass the network inside clusters and the network across clusters in a pipeline. So
-        the slower of the two is always busy, and the faster one adds only the time of the first
+        the slower network is always busy, and the faster network adds only the time of the first
         chunk. With ZeRO 1, the gather of the updated weights follows (`weight_gather`).
         """
         # `inside` is the price of both steps inside clusters, `across` that of both steps across.
@@ -235,8 +239,8 @@ class Hierarchical(PricedReduction):
     def seconds(self, size: float) -> float:
         """Return the seconds that the all-reduce of `size` bytes of gradients takes.
 
-        Up to the size of a chunk, all is one chunk. Its steps inside and across clusters do not
-        overlap, so their times add up.
+        Up to the size of a chunk, there is a single chunk. Its steps inside and across clusters do
+        not overlap, so their times add up.
         """
         if size > self.chunk_bytes:
             return self.once.seconds(size)  # many chunks, whose steps overlap
@@ -252,8 +256,7 @@ class Hierarchical(PricedReduction):
 
         Candidates are the present chunk size, twice, four times ... of it. Small chunks keep the
         networks inside and across clusters busy at the same time. Large chunks pay the latency
-        across clusters less often, if each chunk waits until the one before it has arrived
-        (`stalls`).
+        across clusters less often, if each chunk waits until its predecessor has arrived (`stalls`).
         """
         if not self.stalls or self.across.latency_s < HIDDEN_LATENCY_S:
             return self  # chunks do not add their latencies, or these are too short to matter
@@ -275,10 +278,10 @@ class Hierarchical(PricedReduction):
             sizes: Bytes of each bucket of gradients.
             tag: Name of the last transfer of the last chunk.
             most: Largest number of chunks to simulate. If there are more, the simulated chunks are
-                larger than the real ones.
+                larger than the real chunks.
 
         Returns:
-            For each chunk, its four transfers. The end of each starts the next one.
+            For each chunk, its four transfers. The end of each transfer starts the next.
         """
         # chunks_of: bytes / chunk_bytes rounded down, at least 1
         real_chunks = sum(chunks_of(size, self.chunk_bytes) for size in sizes)
@@ -303,12 +306,12 @@ class Hierarchical(PricedReduction):
     def _chain(
         self, size: float, wan_latency_s: float, tag: Tag, chunk: int, is_last: bool
     ) -> Iterator[Flow]:
-        """Yield the four transfers that all-reduce one chunk of the gradients.
+        """Yield the four transfers that all-reduce a chunk of the gradients.
 
         They are a reduce-scatter inside each cluster, a reduce across clusters, a gather across
-        clusters, and an all-gather inside each cluster. The end of each one starts the next one.
-        Chunks take each of the four steps one after the other. If the reduction `stalls`, a chunk
-        takes a step across only after the chunk before it has arrived.
+        clusters, and an all-gather inside each cluster. The end of each transfer starts the next.
+        Chunks take each of the four steps in sequence. If the reduction `stalls`, a chunk takes a step
+        across only after the chunk before it has arrived.
 
         Args:
             size: Bytes of the chunk.
@@ -326,7 +329,7 @@ class Hierarchical(PricedReduction):
         names: list[Tag] = [(*tag, chunk, step) for step in range(len(steps))]
         if is_last:
             names[-1] = tag
-        followers = (*names[1:], None)  # name of the transfer that each one starts
+        followers = (*names[1:], None)  # name of the transfer that each transfer starts
         for step, loads in enumerate(steps):
             crosses = loads is not self.inside_loads
             yield Flow(
@@ -334,15 +337,15 @@ class Hierarchical(PricedReduction):
                 # Across clusters, compression leaves this part of the bytes.
                 sizes=(self.compressed_share * size if crosses else size,),
                 tag=names[step],
-                channel=(reduction, step),  # chunks take the same step one after the other
+                channel=(reduction, step),  # chunks take the same step in sequence
                 then=followers[step],
-                chained=True,  # one step of a chunk; `then` starts the next one
+                chained=True,  # a step of a chunk; `then` starts the next step
                 wan_latency_s=wan_latency_s if crosses else 0.0,
                 awaits_arrival=self.stalls and crosses,
             )
 
     def streams(self, network: Network, crossing_groups: float) -> int:
-        """Return how many TCP streams each pair of ranks needs to fill the links between clusters.
+        """Return how many TCP streams a pair of ranks needs to fill its share of the links between clusters.
 
         A single stream is often slower than the link, because of the latency. Pairs of ranks share
         the sender's NIC and the link, so each pair can use only a part of them. The result is
@@ -358,15 +361,15 @@ class Hierarchical(PricedReduction):
         nic_bps = self.reduce_across.fabric.rate_bps / self.senders
         count = 1
         # route.halves: for the reduce and the gather step, (from cluster, to cluster) -> bytes per
-        # byte of the sum. Both steps use the same links, so one of them is enough.
+        # byte of the sum. Both steps use the same links, so the first is enough.
         reduce_volumes, _ = self.route.halves
         for source, target in reduce_volumes:
             # The link of cluster.toml between two clusters; None if it lists none.
             link = network.wan.pair_of.get((source, target))
             if link is None or not link.stream_bps or not link.rate_bps:
                 continue
-            # Pairs of ranks that share the link: each rank of the smaller cluster sends to one rank
-            # of the larger one.
+            # Pairs of ranks that share the link: each rank of the smaller cluster sends to a rank of
+            # the larger cluster.
             rank_pairs = crossing_groups * min(self.ranks[source], self.ranks[target])
             pair_bps = min(nic_bps, link.rate_bps / rank_pairs)  # the most that a pair can use
             count = max(count, ceil(STREAM_SHARE * pair_bps / link.stream_bps))
@@ -402,7 +405,7 @@ class _HierarchicalRequest(NamedTuple):
 
 
 class _ClusterMembers(NamedTuple):
-    """Members of a group, by cluster."""
+    """Nodes and ranks of a group, by cluster."""
 
     parts: dict[str, list[GroupPart]]  # cluster -> its nodes in the group
     ranks: dict[str, int]  # cluster -> its ranks in the group
@@ -419,21 +422,21 @@ def hierarchical(
     spread: bool = True,
     chunk_bytes: int = 0,
 ) -> Hierarchical | None:
-    """Return the fastest hierarchical all-reduce of a family of groups, or None if it has no use.
+    """Return the fastest hierarchical all-reduce of equal groups (a family), or None if it has no use.
 
     It reduces inside every cluster, then across clusters, and distributes the sum inside again. It
-    has no use if the groups lie in one cluster, or if a flat ring sends as little across clusters.
+    has no use if the groups lie in a single cluster, or if a flat ring sends as little across clusters.
 
     Args:
         network: The site.
         family: Equal groups; each sums its gradients.
-        size: Bytes of the sum that the route and the chunks are chosen for.
+        size: Bytes of the sum for which the route and the chunks are chosen.
         direct: Whether the steps are gloo's direct exchanges; else they are NCCL's rings.
         groups: Number of all groups that cross between clusters at the same time. 0: count only the
             groups of this family (for the simulation, which adds the loads of other groups itself).
         compress: Compression across clusters: "off", "bf16" or "int8".
         inside_bps: Bits/s between the GPUs of a node.
-        spread: Whether some cluster must have several nodes of the group. With one node in every
+        spread: Whether some cluster must have several nodes of the group. With a single node in every
             cluster, a hierarchical all-reduce sends as much across clusters as a flat ring, so it
             saves nothing.
         chunk_bytes: Size of a chunk; 0 for the size that suits the network.
@@ -451,8 +454,9 @@ def _hierarchical(
 ) -> Hierarchical | None:
     """Return the hierarchical all-reduce with the fastest route across clusters for `size` bytes.
 
-    A route is the algorithm that adds up the clusters' sums: direct exchanges, a ring or a tree.
-    The result is None if the groups cannot reduce so, or if that sends no less than a flat ring.
+    A route is the algorithm that adds up the clusters' sums: direct exchanges between all clusters, a ring
+    or a tree of clusters. The result is None if this is not possible, or if it sends no less than a flat
+    ring.
     """
     members = _by_cluster(network, request.family)  # nodes and ranks of a group in each cluster
     if not _can_be_hierarchical(network, request, members):
@@ -485,7 +489,7 @@ def _hierarchical(
 
 
 def _by_cluster(network: Network, family: GroupFamily) -> _ClusterMembers:
-    """Return the nodes and the number of ranks that one group of a family has in each cluster."""
+    """Return the nodes and the number of ranks that each of several equal groups has in each cluster."""
     parts: dict[str, list[GroupPart]] = {}
     for part in family.parts:  # sets of equal nodes of a group
         parts.setdefault(network.cluster(part.node_type), []).append(part)
@@ -512,8 +516,8 @@ def _can_be_hierarchical(
     with_several_nodes = [
         parts for parts in members.parts.values() if sum(part.nodes for part in parts) > 1
     ]
-    # With one node in every cluster, no step inside clusters takes bytes off the slow network: a
-    # flat ring already adds up the ranks of a node first. `spread` asks for more nodes than that.
+    # With a single node in every cluster, no step inside clusters takes bytes off the slow network: a
+    # flat ring already adds up the ranks of a node first. `spread` requires more nodes than that.
     if request.spread and not with_several_nodes:
         return False
     # NCCL's steps need equally many ranks in each cluster. `uneven` networks ignore that: lower
@@ -525,8 +529,8 @@ def _can_be_hierarchical(
     fabrics_inside = {
         network.fabric(part.node_type for part in parts) for parts in with_several_nodes
     }
-    # If a cluster uses one fabric inside and across, a flat ring sends as little over the NICs. But
-    # on a WAN, the links between clusters are slower than the NICs, so saving bytes there pays.
+    # If a cluster uses the same fabric inside and across, a flat ring sends as little over the NICs.
+    # But on a WAN, the links between clusters are slower than the NICs, so saving bytes there pays.
     return fabric_across not in fabrics_inside or bool(network.wan)
 
 
@@ -591,9 +595,9 @@ def _relay_byte_s(
 ) -> float:
     """Return the seconds per byte of the sum that forwarding adds to a step across clusters.
 
-    On a ring or a tree of clusters, a message passes several links, one after the other: a cluster
-    forwards it after it has received all of it. The price of a step already contains the time of
-    its busiest link. Forwarding adds the time of the longest sequence of messages, less that time.
+    On a ring or a tree of clusters, data pass several links in sequence: a cluster forwards a message
+    after it has received all of it. The price of a step already contains the time of its busiest link.
+    Forwarding adds the time of the longest sequence of messages, less that time.
 
     Args:
         network: The site.
@@ -603,17 +607,20 @@ def _relay_byte_s(
     """
 
     def message_s(pair: Pair) -> float:
-        """Return the seconds that one message between two clusters takes, per byte of the sum."""
+        """Return the seconds of a message between two clusters, for each byte of the gradients to sum.
+
+        A message carries the part `route.message_share` of the bytes of the gradients.
+        """
         # The ranks of the smaller cluster send through their NICs at the same time.
         rates_bps: list[float] = [fabric.rate_bps * min(ranks[cluster] for cluster in pair)]
         # Links and uplinks between the two clusters.
         rates_bps += [hop.rate_bps for hop, _ in network.hops(fabric, {pair: 1.0})]
-        return 8 * route.message_share / min(rates_bps)
+        return 8 * route.message_share / min(rates_bps)  # the slowest limits the rate
 
     # route.halves: for the reduce and the gather step, (from cluster, to cluster) -> bytes for each
     # byte of the sum. The gather step has the same numbers, in a tree in the opposite direction.
     reduce_volumes, _ = route.halves
-    # Seconds of all messages on each link. One message carries `message_share` of the sum, so
+    # Seconds of all messages on each link. A message carries `message_share` of the sum, so
     # volume / message_share is the number of messages.
     busy_s = [
         message_s(pair) * volume / route.message_share for pair, volume in reduce_volumes.items()
@@ -630,7 +637,7 @@ def _sending_ranks(part: GroupPart, groups: float) -> float:
 
     Args:
         part: Equal nodes of a group.
-        groups: 0: count only ranks in groups equal to this one (for the simulation, which adds the
+        groups: 0: count only ranks in groups equal to this group (for the simulation, which adds the
             loads of other groups itself). Any other number: count the ranks of all groups and
             stages on the node. The number itself does not matter.
     """
@@ -643,7 +650,7 @@ def _sending_ranks(part: GroupPart, groups: float) -> float:
 def _step_inside_cluster(
     network: Network, request: _HierarchicalRequest, parts: Sequence[GroupPart], ranks: int
 ) -> Load:
-    """Return the load of a reduce-scatter or an all-gather among a group's ranks in one cluster.
+    """Return the load of a reduce-scatter or an all-gather among a group's ranks in a single cluster.
 
     It is a step of a hierarchical all-reduce.
 
@@ -668,7 +675,7 @@ def _step_inside_cluster(
     cpu_messages = 0.0
     if request.direct:
         # Every rank sends each other rank its part (1 / ranks of the sum). The parts for ranks of
-        # other nodes pass the NIC. All messages are sent at the same time, so there is one latency.
+        # other nodes pass the NIC. All messages are sent at the same time, so the latency counts once.
         ranks_per_node = max(part.ranks_per_node for part in parts)
         volume = ranks_per_node * (ranks - ranks_per_node) / ranks
         messages = 1
@@ -697,7 +704,7 @@ def _step_across_clusters(
     members: _ClusterMembers,
     volumes: Mapping[Pair, float],
 ) -> Load:
-    """Return the load of one step across clusters: reduce, or distribute the total.
+    """Return the load of a step across clusters, which either sums or distributes the total.
 
     The ranks of a cluster share its bytes evenly, so all of its NICs send.
 
@@ -715,7 +722,7 @@ def _step_across_clusters(
     for (source, target), volume in volumes.items():
         sent_by[source] += volume / members.ranks[source]
         received_by[target] += volume / members.ranks[target]
-    nics: list[tuple[Nic, float]] = []  # with the flows that each one carries
+    nics: list[tuple[Nic, float]] = []  # with the flows that each NIC carries
     for direction, volume_of in (("out", sent_by), ("in", received_by)):
         for cluster, parts in members.parts.items():
             if cluster not in volume_of:
@@ -723,18 +730,18 @@ def _step_across_clusters(
             for part in parts:
                 # Ranks of a node that send at the same time, each with this volume.
                 flows = _sending_ranks(part, request.groups) * volume_of[cluster]
-                # Nodes of one class are equally busy, so one stands for all.
+                # Nodes of the same class are equally busy, so a single entry is enough.
                 nics.append(((part.node_class, fabric.name, direction), flows))
     groups = request.groups or family.count
     # Bytes between clusters for each byte of a sum, of all groups that cross at once.
     crossing = {pair: volume * groups for pair, volume in volumes.items()}
-    # Each rank of the larger cluster of a pair sends or receives one message.
+    # Each rank of the larger cluster of a pair sends or receives a message.
     messages = sum(max(members.ranks[cluster] for cluster in pair) for pair in volumes)
     return Load(
         nics=tuple(nics),
         hops=network.hops(fabric, crossing),  # links between clusters, with their flows
         fabric=network.line(fabric),  # with the measured rate and latency
-        message_share=max(sent_by.values()),  # of the largest message: one for each rank
+        message_share=max(sent_by.values()),  # of the largest message; each rank sends a message
         crosses_clusters=True,
         # CPU time grows with the bytes: as many messages as if each carried the whole sum.
         senders=family.count * sum(volumes.values()),
@@ -742,7 +749,7 @@ def _step_across_clusters(
     )
 
 
-#: Seconds or bytes, one number for each type of layer (embedding, block, output).
+#: Seconds or bytes: a number for each type of layer (embedding, block, output).
 Row = tuple[float, ...]
 _ZERO_OPTIMIZER, _ZERO_GRADIENTS, _ZERO_WEIGHTS = 1, 2, 3
 
@@ -756,7 +763,7 @@ class Sharded(PricedReduction):
     """
 
     zero: int = _ZERO_OPTIMIZER  # ZeRO stage
-    weight_bytes_per_gradient_byte: float = 0.5  # as they travel
+    weight_bytes_per_gradient_byte: float = 0.5  # in the dtypes in which they are sent
     scatter_share: float = 0.5  # time of a reduce-scatter, as a part of an all-reduce's
     #: Hybrid sharding: all-reduce of a shard's gradient among the clusters, and number of shards.
     across: Load | None = None
@@ -790,7 +797,7 @@ class Sharded(PricedReduction):
     def once(self) -> Price:
         """Return the price of the collectives that run once a step, per byte of gradients.
 
-        ZeRO 2 and 3 have further ones in each micro-batch (see `passes`).
+        ZeRO 2 and 3 have further collectives in each micro-batch (see `passes`).
         """
         # A sum of prices adds up seconds per byte and latencies.
         if self.zero == _ZERO_OPTIMIZER:
@@ -802,7 +809,7 @@ class Sharded(PricedReduction):
     def passes(
         self, forward: Row, backward: Row, sizes: Row, repeats: Sequence[int], prefetch: bool
     ) -> tuple[Row, Row]:
-        """Return the seconds of a layer's passes, with the collectives of a micro-batch.
+        """Return the seconds of a layer's forward and backward pass, including collectives in each pass.
 
         ZeRO 3 gathers the layer's weights before both passes. ZeRO 2 and 3 reduce-scatter its
         gradients after the backward pass. With hybrid sharding, the shards' gradients are then
@@ -839,7 +846,7 @@ class Sharded(PricedReduction):
         # The backward pass begins with the last layer, whose weights no computation hides. It ends
         # with the first layer, and nothing follows that could hide the sum of its gradients.
         exposed_s = backward_gather_s[-1] + scatter_s[0] + shard_sum_s[0]
-        # Activities of a list run at the same time, so the longest one is the time of the pass.
+        # Activities of a list run at the same time, so the longest is the time of the pass.
         forward_activities = [
             _Activity(forward, exposed_s=gather_s[0]),
             _Activity(gather_s, exposed_s=forward[-1]),
@@ -857,7 +864,7 @@ class Sharded(PricedReduction):
 class _Activity(NamedTuple):
     """Work of a pass over all layers that runs at the same time as other work.
 
-    It is the computation of all layers, or the use of one network by their collectives.
+    It is the computation of all layers, or the use of a network by their collectives.
     """
 
     layer_s: Row  # seconds of a layer of each type
@@ -883,32 +890,33 @@ def _row_of_longest(activities: Sequence[_Activity], repeats: Sequence[int]) -> 
     seconds are added to the layers of the first type.
 
     Args:
-        activities: What runs at the same time.
+        activities: Activities that run at the same time.
         repeats: Number of layers of each type.
     """
 
     def total_s(activity: _Activity) -> float:
+        """Return the seconds of an activity in a pass, over all layers."""
         layers_s = sum(seconds * count for seconds, count in zip(activity.layer_s, repeats))
         return layers_s + activity.exposed_s
 
     slowest = max(activities, key=total_s)
-    # Layers of one type have one time, so each gets an equal part. Only the total of the pass counts.
+    # Layers of a type have the same time, so each gets an equal part. Only the total of the pass counts.
     first_s = slowest.layer_s[0] + slowest.exposed_s / repeats[0]
     return first_s, *slowest.layer_s[1:]
 
 
 def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:
-    """Divide each of several equal groups into its parts inside one cluster each.
+    """Divide equal groups by cluster: return a family of smaller groups for each cluster.
 
-    Hybrid sharding shards among the ranks of such a part.
+    Hybrid sharding shards among the ranks of such a smaller group.
 
     Args:
         network: The site.
         family: The equal groups.
 
     Returns:
-        For each cluster, a family with the groups' ranks in this cluster. []: the groups lie in one
-        cluster, or a group has more ranks in one cluster than in another.
+        For each cluster, a family with the groups' ranks in this cluster. []: the groups lie in a
+        single cluster, or a group has more ranks in some clusters than in others.
     """
     # By cluster: nodes of a group in it (`parts`, in sets of equal nodes), and number of its ranks.
     members = _by_cluster(network, family)
@@ -925,14 +933,14 @@ def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:
 
 
 def owners(network: Network, family: GroupFamily) -> GroupFamily:
-    """Return the groups that all-reduce a shard under hybrid sharding: one rank of each cluster.
+    """Return the groups that all-reduce a shard under hybrid sharding, with a rank of each cluster.
 
-    Every cluster has all shards, one on each of its ranks. So each data-parallel group of n ranks
+    Every cluster has all shards, and each of its ranks has a shard. So each data-parallel group of n ranks
     in every cluster is divided into n such groups.
 
     Args:
         network: The site.
-        family: Data-parallel groups with equally many ranks in every cluster.
+        family: Equal data-parallel groups, with equally many ranks in every cluster.
     """
     # Cluster -> the first of its node sets (GroupPart: equal nodes of a group). It stands for all of
     # the cluster: with equally many ranks on each node, the NICs are equally busy.
@@ -966,10 +974,11 @@ def tied_weight_families(fold: Fold) -> Iterator[GroupFamily]:
 
     Such a group has all ranks of both stages with the same part of the weight: a data-parallel
     group of the first stage, and the group of the same pipelines in the last stage. Groups of the
-    first stage without such a counterpart are left out. Equal groups are yielded as one family.
+    first stage without such a counterpart are left out. Equal groups are yielded together, as a
+    GroupFamily.
 
     Args:
-        fold: A placement with only one of several equal pipelines. Pipelines on equal nodes form a
+        fold: A compact placement: it has a pipeline of each class. Pipelines on equal nodes form a
             pipeline class.
     """
     # Classes of the pipelines in a data-parallel group -> the equal groups of the last stage.
@@ -991,13 +1000,13 @@ def tied_weight_families(fold: Fold) -> Iterator[GroupFamily]:
 def by_pairs(
     network: Network, fold: Fold, pipeline: int, inside_bps: float = 0.0
 ) -> PricedReduction:
-    """Return the all-reduce of a tied weight between pairs of ranks of the first and the last stage.
+    """Return the price of summing a tied weight's gradient between pairs of ranks of first and last stage.
 
     A tied weight is on both stages. A pair are the two ranks that a pipeline has in them.
 
     Args:
         network: The site.
-        fold: A placement with only one of several equal pipelines.
+        fold: A compact placement: it has a representative of equal pipelines.
         pipeline: Number of the pipelines' class (pipelines on equal nodes).
         inside_bps: Bits/s between the GPUs of a node; 0: not known, counts as free.
     """
@@ -1017,14 +1026,14 @@ def tied_hierarchical(
 ) -> Hierarchical | None:
     """Return the hierarchical all-reduce of a tied weight's gradient, or None if it is not possible.
 
-    The weight is on the first and the last stage. It is possible if each of the two stages lies in
-    one cluster, the two clusters differ, and a group has two or more ranks on each stage. Training
-    without holmes (a network with `single_fabric`) never reduces so.
+    The weight is on the first and the last stage. The all-reduce is possible if each of the two stages
+    lies in a single cluster, the two clusters differ, and a group has two or more ranks on each stage.
+    Training without holmes (a network with `single_fabric`) never reduces hierarchically.
 
     Args:
         network: The site.
-        family: Groups that have the ranks of both stages. Their `ring` lists the nodes of the first
-            stage, then those of the last one.
+        family: Equal groups that have the ranks of both stages. Their `ring` lists the nodes of the
+            first stage, then those of the last stage.
         size: Bytes of the gradient.
         direct: Whether the steps are gloo's direct exchanges; else they are NCCL's rings.
         groups: Number of all groups that cross between clusters at the same time. 0: count only the

@@ -1,6 +1,6 @@
 """Costs of a model's layers on every pipeline stage, and the step time of a partition.
 
-    RankModel         layers by kind, and the bytes that one rank reduces, keeps and sends
+    RankModel         layers by kind, and the bytes that a rank reduces, keeps and sends
     price(...)        -> StageCosts (plan/cost/price.py)
     estimate(costs)   -> Estimate, in closed form
     predict(costs)    -> Estimate, pass by pass, with the micro-batches in flight that hide the stage links
@@ -33,7 +33,7 @@ _TOO_LONG_S = 1e30
 
 
 class Kinds(NamedTuple):
-    """The three kinds of layers of a model on a rank."""
+    """The three kinds of layers of a model, with their costs on a rank."""
 
     layers: tuple[Layer, Layer, Layer]  # embedding, block, output
     working_bytes: float  # of the block that is recomputed at the moment
@@ -50,7 +50,7 @@ def compressed_share(compression: str, width: int) -> float:
 
 
 def kinds_of(model: Model, sizes: Sizes) -> Kinds:
-    """Return the costs of one embedding, one block and the output layer on a rank of these sizes."""
+    """Return the costs of the embedding, a block and the output layer on a rank of these sizes."""
     layers = model.layers_of(sizes)
     expert = sizes.expert if model.experts else 1
     return Kinds(
@@ -63,7 +63,7 @@ def kinds_of(model: Model, sizes: Sizes) -> Kinds:
 class RankModel:
     """Layers of a rank by kind, and the bytes that the rank reduces, keeps and sends."""
 
-    layers: tuple[Layer, ...]  # one of each kind, in the order of the forward pass
+    layers: tuple[Layer, ...]  # a layer of each kind, in the order of the forward pass
     repeats: tuple[int, ...]  # number of layers of each kind
     reduced_bytes: tuple[float, ...]  # gradients of a layer of each kind
     state_bytes: tuple[float, ...]  # weights, gradients and optimizer of a layer of each kind
@@ -119,7 +119,7 @@ class RankModel:
 
     @classmethod
     def of_workload(cls, work: Workload, sizes: Sizes) -> RankModel:
-        """Return a model with one block for each stage, which has all the work of a stage."""
+        """Return a model with a single block for each stage; the block has all the work of the stage."""
         block = Layer(
             kind="block",
             tensors=(work.gradient_bytes,),
@@ -212,10 +212,10 @@ class StageCosts:
     after: int = 1  # layers after the last block
     tied_s: float = 0.0  # all-reduce of a tied embedding's gradient
     overlap: bool = False  # whether gradients are reduced during the last backward pass
-    repeats: tuple[int, ...] = ()  # number of layers of each kind; (): one of each
+    repeats: tuple[int, ...] = ()  # number of layers of each kind; (): 1 of each
     working_bytes: float = 0.0  # buffers that every stage needs for a moment
     virtual: int = 1  # chunks per stage
-    load_s: float = 0.0  # seconds that a NIC needs to send one micro-batch of all chunks of a stage
+    load_s: float = 0.0  # seconds that a NIC needs to send a micro-batch of all chunks of a stage
     places: tuple[str, ...] = ()  # by stage: names of its clusters
     #: By stage link: part of transfer_s that occupies the link (without latency), if holmes sets the micro-
     #: batches in flight so that they hide the stage links. None: the framework's own schedule runs.
@@ -285,12 +285,12 @@ class StageCosts:
         return tuple(f"stage {stage}{place}" for stage, place in enumerate(places))
 
     def ranges(self, stage_layers: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the layers [low, high) of every stage or chunk, given its number of blocks."""
+        """Return (low, high) of each stage or chunk, given its blocks: it has the layers low..high - 1."""
         borders = list(accumulate(stage_layers, initial=0))
         return [self.bounds(start, stop) for start, stop in zip(borders, borders[1:])]
 
     def bounds(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the layers [low, high) of a stage with the blocks [start, stop).
+        """Return (low, high) of a stage with the blocks start..stop - 1: its layers are low..high - 1.
 
         The first stage also has the layers before the first block, the last stage those after the last.
         """
@@ -310,17 +310,17 @@ class StageCosts:
 
     @cached_property
     def room_bytes(self) -> Row:
-        """Return the memory that every stage has for layers, in bytes."""
+        """Return the memory that every stage has for layers, in bytes, after its working memory."""
         return tuple(limit - self.working_bytes for limit in self.limit_bytes)
 
     @cached_property
     def sums(self) -> dict[str, list[list[float]]]:
-        """Return sums[name][stage][n]: the total of the model's first n layers, as costs on this stage.
+        """Return, as sums[name][stage][n], the total cost of the model's first n layers on a stage.
 
         The names are forward_s, backward_s, reduction_s, memory and weights_s. So the cost of layers
         [low, high) on a stage is the difference of two numbers.
         """
-        totals_of: dict[Row, list[float]] = {}  # stages with equal rows share one list
+        totals_of: dict[Row, list[float]] = {}  # stages with equal rows share a list
 
         def totals(row: Row) -> list[float]:
             if row not in totals_of:
@@ -340,7 +340,7 @@ class StageCosts:
 
     @cached_property
     def transfer(self) -> list[Row]:
-        """Return seconds[stage][layer] of a layer's output to the next stage; equal stages share a row."""
+        """Return the seconds of sending a layer's output to the next stage, as [stage][layer]."""
         row_of = {row: tuple(self.by_layer(row)) for row in dict.fromkeys(self.transfer_s)}
         return [row_of[row] for row in self.transfer_s]
 
@@ -406,7 +406,7 @@ class StageCosts:
             return ()  # holmes cannot change the number of micro-batches in flight
         loads = self.loads(stage_layers)
         forward_s, backward_s = passes_s(loads)
-        # Longer for stage links that share a NIC which is busier than the slowest stage.
+        # Longer for stage links that share a NIC if this NIC is busier than the slowest stage.
         transfer_s, link_load_s = share_nics(
             self.stage_links_s(stage_layers),
             self.link_load_s,
@@ -429,7 +429,7 @@ class StageCosts:
 
 
 def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int] = ()) -> Estimate:
-    """Return the predicted times of a step, calculated pass by pass, with one chunk per stage.
+    """Return the predicted times of a step, calculated pass by pass, with a single chunk per stage.
 
     Args:
         costs: Costs of every layer on every stage.
@@ -480,7 +480,7 @@ def estimate(
     exposed_s = [costs.exposed_s(stage, low, high) for stage, (low, high) in enumerate(ranges)]
     if costs.tied_s and costs.stages > 1:
         # The first and last stage sum a tied weight's gradient before they reduce their other gradients
-        # (as DeepSpeed's PipelineEngine does), so the last stage waits for the first one.
+        # (as DeepSpeed's PipelineEngine does), so the last stage waits for the first.
         end_s[-1] = end_s[0]
         exposed_s[0] += costs.tied_s
         exposed_s[-1] += costs.tied_s

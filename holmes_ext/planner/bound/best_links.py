@@ -13,11 +13,11 @@ from holmes_ext.plan.cost.network import Network
 
 
 class BestLinks(NamedTuple):
-    """Highest rates and least latency of the links between clusters, without saying which clusters.
+    """Highest rates and least latency of the links between clusters, whatever clusters a plan connects.
 
-    best_links() makes it for lower bounds on the step time. Which clusters a plan will connect is
-    not known then. So a bound takes the best case: the n-th fastest link of a plan is at most as
-    fast as the n-th rate here.
+    best_links() makes it for lower bounds on the step time, before it is known which clusters a plan
+    will connect. So a bound takes the best case: the n-th fastest link of a plan is at most as fast
+    as the n-th rate here.
     """
 
     #: Rates of the maximum spanning tree over all clusters (Prim 1957), fastest first, in bits/s.
@@ -33,7 +33,7 @@ def rates_between(network: Network) -> dict[tuple[int, int], float]:
     """Return the rates between all clusters: {(from, to): bits/s of the slowest link on the path}.
 
     The path between two clusters consists of links over the WAN and of each cluster's connection to
-    the WAN (uplink). The rate is inf for clusters on one fast network, which need no WAN.
+    the WAN (uplink). The rate is inf for clusters on the same fast network: they need no WAN.
     """
     rates_bps = {}
     for pair in permutations(range(len(network.node_types)), 2):
@@ -57,8 +57,8 @@ def _wan_hops(network: Network, pair: tuple[int, int]) -> Sequence[Hop]:
 def best_links(network: Network) -> BestLinks:
     """Return the highest rates (bits/s) and the least latency of the links between clusters.
 
-    Lower bounds on the step time use the result while it is open which clusters a plan connects:
-    whatever it connects, its n-th fastest link is at best the n-th fastest of all. Each node type
+    Lower bounds on the step time use the result before it is known which clusters a plan connects: in
+    any case, the plan's n-th fastest link is at best the n-th fastest of all. Each node type
     of `network` is a cluster here. The rate between two clusters is that of the slowest link on
     the path, the latency is the sum over the path's links.
 
@@ -71,8 +71,8 @@ def best_links(network: Network) -> BestLinks:
     rates_bps = rates_between(network)
     latencies_s = []
     for pair, rate_bps in rates_bps.items():
-        # inf: one fast network connects both clusters, or the WAN does not limit the rate. Then no
-        # latency is counted, which is a lower bound.
+        # inf: a fast network connects both clusters, or the WAN does not limit the rate. Then no
+        # latency is counted; the result is a lower bound.
         hops = _wan_hops(network, pair) if rate_bps < inf else ()
         latencies_s.append(sum(hop.latency_s for hop in hops))
     clusters = range(len(network.node_types))
@@ -90,6 +90,7 @@ def _spanning_tree_bps(rates_bps: Mapping[tuple[int, int], float], clusters: ran
 
     Args:
         rates_bps: (from cluster, to cluster) -> bits/s.
+        clusters: Indices of the clusters.
     """
     in_tree = {0}
     tree_bps = []
@@ -111,10 +112,12 @@ def _rates_into(
     uplink to the WAN.
 
     Args:
+        network: Nodes, and the network between the clusters.
         rates_bps: (from cluster, to cluster) -> bits/s.
+        clusters: Indices of the clusters.
 
     Returns:
-        One list for each number of peers. Item n - 1 has the rate from n peers of every cluster,
+        A list for each number of peers. Item n - 1 has the rate from n peers of every cluster,
         the fastest cluster first.
     """
     rates_of_clusters = []  # for each cluster: item n - 1 is the rate from its n fastest peers

@@ -1,9 +1,9 @@
-"""Tighter lower bound on a placement's step time, with one split of the layers for all stages.
+"""Tighter lower bound on a placement's step time, with the same split of the layers for all stages.
 
-The bound of least.py looks at each stage alone: the other stages have the layers that suit this
-stage best. Here all stages have the layers of one split, which dynamic programming finds: it
-follows the last backward pass of a step from the last stage to the first. The bound is tighter, and
-returns a split that reaches it.
+A split is the number of layers of each stage. The bound of least.py looks at each stage alone: the
+other stages have the layers that suit this stage best. Here all stages have the layers of a common
+split. Dynamic programming finds it: it follows the last backward pass of a step from the last stage
+to the first. The bound is tighter, and returns a split that reaches it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ChainedBound(NamedTuple):
     """Lower bound on the step time, and a split of the layers over the stages that has this bound.
 
     ChainBound.chained() makes it. "Chained": computed stage by stage, each stage from the result of
-    the next one, so that all stages have the layers of the same split.
+    the next stage, so that all stages have the layers of the same split.
     """
 
     step_s: float
@@ -30,10 +30,10 @@ class ChainedBound(NamedTuple):
 
 
 class _StageChoices(NamedTuple):
-    """Best number of layers of one stage, for each total of layers on it and on all later stages.
+    """Best number of layers of a stage, for each total of layers on it and on all later stages.
 
-    The best number is the one with which the stage's last backward pass can end first. The dynamic
-    program of ChainBound makes one such table for each stage.
+    With the best number, the stage's last backward pass can end first. The dynamic program of
+    ChainBound makes such a table for each stage.
     """
 
     #: Sum of layers -> least moment at which the stage's last backward pass ends, in seconds.
@@ -43,14 +43,14 @@ class _StageChoices(NamedTuple):
 
 
 class _StageTimes(NamedTuple):
-    """Times of one stage for every number of its layers: item n is for n layers."""
+    """Times of a stage for every number of its layers: item n is for n layers."""
 
     passes: list[PassTimes]  # all passes of the stage
     after_s: list[float]  # gradient reduction and update after the last backward pass, in seconds
 
 
 class ChainBound(StepLowerBound):
-    """Lower bound on the step time of one placement, with the same split for all stages.
+    """Lower bound on the step time of a placement, with the same split for all stages.
 
     A split is the number of layers of each stage. The base class lets each stage assume the split
     that suits this stage best, so its bound is lower.
@@ -60,7 +60,7 @@ class ChainBound(StepLowerBound):
         """Return a lower bound on the step time between `low` and `reached_s`, found by bisection.
 
         The bounds of the stages are chained: a stage's last backward pass follows that of the next
-        stage, so all stages have the layers of one split (the number of layers of each stage).
+        stage, so all stages have the layers of the same split (the number of layers of each stage).
 
         Args:
             low: A lower bound, in seconds.
@@ -86,7 +86,7 @@ class ChainBound(StepLowerBound):
 
     def _possible_split(self, step_s: float) -> tuple[int, ...]:
         """Return a split whose lower bound is at most `step_s` seconds; () if there is none."""
-        # The seconds of the longest update lie in one of these intervals; which one is open.
+        # The seconds of the longest update lie in one of these intervals. Try each of them.
         for interval in self.update_intervals:
             split = self._split_within(step_s, interval)
             if split:
@@ -129,8 +129,8 @@ class ChainBound(StepLowerBound):
             end_of = choices.end_s
             choices_of_stages.append(choices)
 
-        # Read the split from the first stage, which has all layers on it and behind it, to the
-        # last.
+        # Read the split from the first stage to the last. The first has all layers on it and behind
+        # it.
         remaining = self.layer_count
         split = []
         for choices in reversed(choices_of_stages):
@@ -152,7 +152,7 @@ class ChainBound(StepLowerBound):
     ) -> _StageChoices:
         """Return the table of a stage in the dynamic program over the stages.
 
-        The table has an entry for each possible number of layers on this stage and all later ones
+        The table has an entry for each possible number of layers on this stage and all later stages
         together (the total). The entry is the number of layers on this stage with which its last
         backward pass can end first, and the moment when it ends. Numbers with which the step would
         exceed `step_s` are left out. Example: of a total of 10, the stage has 4 and the later
@@ -177,7 +177,7 @@ class ChainBound(StepLowerBound):
         )
         for behind, behind_end_s in end_of.items():
             available = self.layer_count - behind  # for this stage and the stages before
-            # The stages before must hold the remaining layers, and have one each.
+            # The stages before must hold the remaining layers, and have at least 1 each.
             least_layers = max(1, available - most_before)
             most_layers = min(limit, available - stage)
             layer_numbers = range(least_layers, most_layers + 1)
@@ -198,7 +198,7 @@ class ChainBound(StepLowerBound):
         behind_end_s: float,
         step_s: float,
     ) -> None:
-        """Enter a stage's numbers of layers in its table, for one number of layers behind it.
+        """Enter a stage's numbers of layers in its table, for a given number of layers behind it.
 
         For each number, this method computes a lower bound on the end of the stage's last backward
         pass, in seconds from the step's start. The number replaces the entry for the same total of
@@ -223,24 +223,24 @@ class ChainBound(StepLowerBound):
             behind_end_s: Earliest end of the next stage's last backward pass, in seconds.
             step_s: Seconds that the step may take; numbers of layers that take longer are skipped.
         """
-        # Lists by stage, from the base classes (seconds of one micro-batch):
-        #   forward_s, backward_s    a pass of one layer
+        # Lists by stage, from the base classes (seconds of a micro-batch):
+        #   forward_s, backward_s    a pass of a layer
         #   extra_..._s              a pass of the embedding or output layer
         #   down_s, links_before_s   forward passes and messages of all earlier stages
         #   round_trip_s             passes and messages of all later stages, there and back
-        #   layer_..._s              what one more layer on those stages adds at least
+        #   layer_..._s              least seconds that another layer on those stages adds
         #   nic_busy_s               messages through the stage's NIC
         forward_s = self.forward_s[stage]
         backward_s = self.backward_s[stage]
         layer_down_s = self.layer_down_s[stage] if stage else 0.0
-        # With one layer on each stage before.
+        # With 1 layer on each stage before.
         down_s = self.down_s[stage] + self.links_before_s[stage]
-        further_behind = behind - (self.stage_count - 1 - stage)  # besides one on each later stage
+        further_behind = behind - (self.stage_count - 1 - stage)  # besides 1 on each later stage
         round_trip_s = self.round_trip_s[stage]
         if further_behind:
             round_trip_s += further_behind * self.layer_round_trip_s[stage]
-        # What must have happened before the stage's layers do their last backward pass. On the last
-        # stage: all activations have arrived over the slowest link.
+        # Earliest start of the last backward pass of the stage's layers. On the last stage, all
+        # activations must have arrived over the slowest link.
         if stage == self.stage_count - 1:
             before_backward_s = self.flow_end_s[stage]
         else:
@@ -254,7 +254,7 @@ class ChainBound(StepLowerBound):
         passes, after_s = times
         least_end_s, stage_layers = choices  # the dictionaries, filled below
         for layers in layer_numbers:
-            further_before = self.layer_count - behind - layers - stage  # besides one on each
+            further_before = self.layer_count - behind - layers - stage  # besides 1 on each
             further_down_s = layer_down_s * further_before
             one_trip_s, two_trips_s, many_trips_s, rounds = passes[layers]
             # PassTimes.seconds(round_trip_s), written out: this loop takes most of the time

@@ -1,10 +1,10 @@
 """Lower bound on the simulated step time of an interleaved schedule (1F1B: least.py).
 
-A stage has several chunks of layers, all of the same size, so a placement has one split. A pass
-here is one micro-batch through one chunk. A lap is its way through one chunk of every stage. A
-stage first passes as many micro-batches as there are stages through its first chunk, then the same
-micro-batches through its second chunk, and so on; then the next micro-batches follow. The backward
-passes take the chunks in the opposite order.
+A stage has several chunks of layers, all of the same size, so a placement has a single split. A pass
+is the work of a micro-batch on a chunk. A lap is the way of a micro-batch through a chunk of every
+stage. A stage first passes as many micro-batches as there are stages through its first chunk, then the
+same micro-batches through its second chunk, and so on; then the next micro-batches follow. The
+backward passes take the chunks in the opposite order.
 
 The bound is computed from the earliest possible times of four events on each stage. Each is the
 largest of several times that the event cannot precede (the functions derive them):
@@ -35,15 +35,15 @@ class _InterleavedBound:
     """Earliest possible times of every stage's first and last passes, in seconds.
 
     They count from the step's start, for an interleaved schedule: each stage has several chunks of
-    layers. A pass is one micro-batch through one chunk, forward or backward. A lap is the way of a
-    micro-batch through one chunk of every stage, back to the stage where it began. Lists have one
-    entry for each stage.
+    layers. A pass is the work of a micro-batch on a chunk, forward or backward. A lap is the way of a
+    micro-batch through a chunk of every stage, back to the stage where it began. Lists have an entry
+    for each stage.
     """
 
     def __init__(self, bounds: StageBounds):
         """Compute the earliest times of each stage's first and last passes.
 
-        The four lists (seconds from the step's start, one entry for each stage):
+        The four lists (seconds from the step's start, an entry for each stage):
         first_forward_start_s, first_backward_start_s, last_forward_end_s, last_backward_end_s.
 
         Args:
@@ -58,7 +58,7 @@ class _InterleavedBound:
         self.stage_layers = bounds.layer_count // bounds.stage_count
         #: Number of forward passes of each stage in a step, and of backward passes.
         self.passes = self.chunks * self.micro_batches
-        #: Seconds of a pass through one chunk.
+        #: Seconds of a pass through a chunk.
         self.forward_s = self._of_chunk(bounds.forward_s)
         self.backward_s = self._of_chunk(bounds.backward_s)
         #: Embedding and output layer.
@@ -67,11 +67,11 @@ class _InterleavedBound:
         self.output_backward_s = bounds.extra_backward_s[-1]
         #: Forward passes of each stage before forward and backward passes alternate.
         self.warm_up = [self._warm_up(stage) for stage in range(self.stage_count)]
-        #: Forward passes before the first backward pass: the warm-up, and one of the first pair.
+        #: Forward passes before the first backward pass: the warm-up, and the first pair's forward.
         #: The schedule is symmetric: as many backward passes come after the last forward pass.
         self.in_flight = [min(passes + 1, self.passes) for passes in self.warm_up]
-        #: Seconds of a lap: one micro-batch through one chunk of every stage, and back to the stage
-        #: where it began (last_to_first: from the last stage to the next chunk of the first one).
+        #: Seconds of a lap: a micro-batch through a chunk of every stage, and back to the stage where
+        #: it began (last_to_first: from the last stage to the next chunk of the first stage).
         links_s = sum(self.stage_links_s)
         self.forward_lap_s = sum(self.forward_s) + links_s + bounds.last_to_first.total_s
         self.backward_lap_s = sum(self.backward_s) + links_s + bounds.last_to_first.total_s
@@ -81,7 +81,7 @@ class _InterleavedBound:
         self.last_backward_end_s = self._last_backward_ends()
 
     def _of_chunk(self, block_s: Sequence[float]) -> list[float]:
-        """Return the seconds of one chunk on each stage, from those of a block."""
+        """Return the seconds of a chunk on each stage, from those of a block (layer)."""
         return [self.stage_layers * seconds / self.chunks for seconds in block_s]
 
     def _warm_up(self, stage: int) -> int:
@@ -99,10 +99,10 @@ class _InterleavedBound:
         return min(self.passes, stages_behind * 2 + (self.chunks - 1) * self.stage_count)
 
     def _lap_waits_s(self, lap_s: float, each_s: float, laps: int | None = None) -> float:
-        """Return the seconds that a stage idles as micro-batches return late for its next chunk.
+        """Return the seconds that a stage idles because micro-batches return late for its next chunk.
 
         A stage passes `stage_count` micro-batches through one of its chunks of layers. Then it
-        begins the next chunk with the first of them. This micro-batch must have passed one chunk of
+        begins the next chunk with the first of them. This micro-batch must have passed a chunk of
         every stage by then: a lap. If a lap takes longer than `stage_count` passes of the stage,
         the stage idles for the difference, each time it begins a chunk.
 
@@ -139,7 +139,7 @@ class _InterleavedBound:
     def _first_backward_starts(self) -> list[float]:
         """Return the earliest start of each stage's first backward pass, in seconds of the step.
 
-        It is the latest of three moments, none of which the pass can precede:
+        It is the latest of three moments that the pass cannot precede:
 
             first_returns_s     The first micro-batch has passed all chunks of all stages forward,
                                 and the later stages backward.
@@ -176,18 +176,18 @@ class _InterleavedBound:
 
         The end is bounded in two ways, and the later moment is returned:
 
-            passes_s      The stage does these passes one after the other.
-            messages_s    Their activations arrive one after the other; then comes the last pass.
+            passes_s      The stage does these passes in sequence.
+            messages_s    Their activations arrive in sequence; then comes the last pass.
 
         These forward passes reach the stage's last chunk. So both bounds include the idle time
-        before each further chunk: its first micro-batch must pass one chunk of every stage to
-        return here (a lap).
+        before each further chunk: its first micro-batch must pass a chunk of every stage to
+        return here (_lap_waits_s).
         """
         forward_s = self.forward_s[stage]
         interval_s = self._interval_before_s(stage)
         forwards_first = self.in_flight[stage]
         passes_s = forwards_first * forward_s + self._lap_waits_s(self.forward_lap_s, forward_s)
-        # After the first activation: one interval for each further one, then the last forward pass.
+        # After the first activation: an interval for each further activation, then the last pass.
         messages_s = (
             (forwards_first - 1) * interval_s
             + self._lap_waits_s(self.forward_lap_s, interval_s)
@@ -216,11 +216,11 @@ class _InterleavedBound:
             after_laps_s        all forward passes, and the idle time until micro-batches have
                                 passed the other stages and return for their next chunk
                                 (_lap_waits_s)
-            after_messages_s    all activations arrive, one after the other; then one pass
+            after_messages_s    all activations arrive in sequence; then the last pass
             after_pairs_s       from the start of the first backward pass: a backward and a forward
                                 pass for each forward pass that is still to do
             after_before_s      from the last forward pass of the stage before: its message, then
-                                one pass
+                                a pass
         """
         bounds = self.bounds
         ends_s = [0.0] * self.stage_count
@@ -228,7 +228,7 @@ class _InterleavedBound:
             interval_s = self._interval_before_s(stage)
             forward_s = self.forward_s[stage]
             start_s = self.first_forward_start_s[stage]
-            # Embedding or output layer: once for each micro-batch, as only one chunk has it.
+            # Embedding or output layer: once for each micro-batch, as only a single chunk has it.
             extra_s = self.micro_batches * bounds.extra_forward_s[stage]
             after_passes_s = start_s + self.passes * forward_s + extra_s
             after_laps_s = (
@@ -267,13 +267,13 @@ class _InterleavedBound:
             after_passes_s     This stage starts its first backward pass. Then it does all backward
                                passes, and idles until gradients return for its next chunk.
 
-        A lap is the way of one micro-batch through one chunk of every stage.
+        A lap is the way of a micro-batch through a chunk of every stage.
         """
         bounds = self.bounds
         last_stage = self.stage_count - 1
-        # The last micro-batch goes backward through `chunks` chunks of every stage. Here it has
-        # passed all of them but one: chunks - 1 laps, which end on the last stage. The loop goes
-        # from the last stage to the first, and adds the pass through the remaining chunk.
+        # The last micro-batch goes backward through `chunks` chunks of every stage. All but the last
+        # chunk are chunks - 1 laps, from the last stage to the last stage. The loop then goes from
+        # the last stage to the first, and adds the pass through the remaining chunk.
         last_returns_s = self.last_forward_end_s[-1] + (self.chunks - 1) * self.backward_lap_s
         ends_s = [0.0] * self.stage_count
         for stage in reversed(range(self.stage_count)):
@@ -302,15 +302,15 @@ class _InterleavedBound:
         """Return moments before which a stage's last backward pass cannot end.
 
         The next stage (stage + 1, `behind`) sends the gradients to this stage. They arrive at least
-        `interval_s` apart, the time of one message on the link. Each moment counts in seconds from
+        `interval_s` apart, the time of a message on the link. Each moment counts in seconds from
         the step's start. It is the end of these events, plus this stage's last backward pass:
 
             after_messages_s    This stage begins its first backward pass. All further gradients
-                                arrive, one each interval_s.
+                                arrive, `interval_s` apart.
             after_last_s        The next stage ends its last backward pass. Its gradient arrives.
             after_closing_s     The next stage ends its last forward pass. It has `in_flight`
                                 backward passes left, and ends the first of them. The gradients of
-                                all of them then cross the link, one each interval_s.
+                                all of them then cross the link, `interval_s` apart.
             after_nic_s         The next stage ends its first forward pass. Its NIC then sends all
                                 its activations and gradients.
 
@@ -321,7 +321,7 @@ class _InterleavedBound:
         bounds = self.bounds
         behind = stage + 1
         backward_s = self.backward_s[stage]
-        # Least seconds between two messages on the link between this stage and the next one.
+        # Least seconds between two messages on the link between this stage and the next.
         interval_s = bounds.interval_s[stage]
         # The waits: a gradient travels through all stages (backward_lap_s) before its next chunk.
         after_messages_s = (
@@ -348,12 +348,11 @@ class _InterleavedBound:
     def step_s(self) -> float:
         """Return the lower bound on the step time, in seconds.
 
-        It is the largest of several bounds. One is the time of the messages from the last stage
-        back to the first one. The others follow from the work of each stage (_steps_by_stage).
+        It is the largest of several bounds. The first is the time of the messages from the last stage
+        back to the first. The others follow from the work of each stage (_steps_by_stage).
         """
-        # After each chunk of the last stage but the last one, a micro-batch returns to the first
-        # stage. All these messages follow each other on one link (last_to_first), each of them
-        # `interval_s` after the one before.
+        # After each chunk of the last stage but its last, a micro-batch returns to the first stage.
+        # All these messages follow each other on the same link (last_to_first), `interval_s` apart.
         returns = self.micro_batches * (self.chunks - 1)
         steps_s = [returns * self.bounds.last_to_first.interval_s]
         # Optimizer step and weight gather of each stage.
@@ -370,7 +369,7 @@ class _InterleavedBound:
         return max(steps_s)
 
     def _steps_by_stage(self, stage: int, after_reduction_s: float) -> list[float]:
-        """Return several lower bounds on the step time, in seconds, from the work of one stage.
+        """Return several lower bounds on the step time, in seconds, from the work of a stage.
 
         The step cannot end before this stage has reduced its gradients and done the work that
         follows (`after_reduction_s`). Each bound derives the earliest end of the reduction from
@@ -396,7 +395,7 @@ class _InterleavedBound:
         """Return the earliest end of a stage's reduction, as it follows from the last backward pass.
 
         A reduction that does not overlap with passes begins after the last backward pass, so its
-        whole time is added. Of one that overlaps, no time is certain, so none is added.
+        whole time is added. If it overlaps, no time is certain, so none is added.
         """
         after = self.bounds.after_backward[stage]
         exposed_s = 0.0
@@ -416,7 +415,7 @@ class _InterleavedBound:
         return first_forward_end_s + messages_s + self.stage_layers * after.shared_nic_block_s
 
     def _end_after_chunk_s(self, stage: int, followers: int) -> float:
-        """Return the earliest end of a stage's reduction, as it follows from one of its chunks.
+        """Return the earliest end of a stage's reduction, derived from the last backward pass of a chunk.
 
         A chunk's gradients are complete only in its last backward pass, so its reduction begins no
         earlier than that pass. The chunks that end later (the followers) are reduced after it, over
@@ -433,7 +432,7 @@ class _InterleavedBound:
         backward_end_s = self._backward_end_s(stage, followers)
         backward_start_s = backward_end_s - self.backward_s[stage] - bounds.extra_backward_s[stage]
         reduced_layers = self.stage_layers * (followers + 1) / self.chunks
-        # The fixed part is latency, and the embedding in the first chunk, which completes last. On
+        # The fixed part is latency, and the embedding in the first chunk; this completes last. On
         # the last stage it is the output layer, in the chunk that completes first.
         fixed_s = after.reduction.fixed_s if stage < self.stage_count - 1 else 0.0
         reduction_s = reduced_layers * after.reduction.block_s + fixed_s
@@ -449,10 +448,10 @@ class _InterleavedBound:
         It is the later of two moments; without followers, that of the stage's last backward pass:
 
             after_closing_s    The stage ends its last forward pass. Then it does the backward
-                               passes that are left, up to this chunk's last one.
+                               passes that are left, up to this chunk's last.
             after_passes_s     The stage starts its first backward pass. Then it does all backward
-                               passes up to this chunk's last one. Before each further chunk it
-                               idles until its gradient has passed one chunk of every stage (a lap).
+                               passes up to this chunk's last. Before each further chunk it idles
+                               until its gradient has passed a chunk of every stage (a lap).
 
         Args:
             stage: The stage.

@@ -1,11 +1,11 @@
 """Lower bound on the traffic between clusters in a step, for given parallel sizes.
 
-Which nodes hold which stage is open. A plan divides the clusters into groups of equal size, and the
-pipeline passes from group to group:
+It is not known yet which nodes hold which stage. A plan divides the clusters into groups of equal size,
+and the pipeline passes from group to group:
 
     groups of 1    (a)(b)(c)(d)    activations cross between all clusters, gradients do not
     groups of 2    (a b)(c d)      a and b share stages, and sum the gradients of these
-    one group      (a b c d)       gradients cross, activations need not
+    all together   (a b c d)       gradients cross, activations need not
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class ClusterTraffic:
         if not self.network.wan or len(set(self.cluster_ranks)) > 1:
             return 0.0
         cluster_ranks = self.cluster_ranks[0]
-        # Either a stage has the ranks of one or more whole clusters, or a cluster has the ranks of
+        # Either a stage has the ranks of whole clusters, or a cluster has the ranks of
         # several whole stages. Otherwise plans may have no groups of whole clusters: no bound.
         stage_fills_clusters = self.stage_ranks % cluster_ranks == 0
         stages_fill_cluster = cluster_ranks % self.stage_ranks == 0
         if not stage_fills_clusters and not stages_fill_cluster:
             return 0.0
         links: BestLinks = self.network.remember("best links", lambda: best_links(self.network))
-        # A group has at least the clusters that one stage fills.
+        # A group has at least the clusters that a stage fills.
         least_group = max(1, self.stage_ranks // cluster_ranks)
         return min(
             self._step_with_groups_s(group_size, links)
@@ -85,7 +85,7 @@ class ClusterTraffic:
 
         Args:
             group_size: Number of clusters that share their stages.
-            links: Highest rates between clusters. Which links a plan uses is open, so the fastest
+            links: Highest rates between clusters. The plan's links are not known yet, so the fastest
                 are assumed.
         """
         seconds = 0.0
@@ -98,15 +98,15 @@ class ClusterTraffic:
     def _reduction_s(self, group_size: int, links: BestLinks) -> float:
         """Return the least seconds to sum the gradients over the clusters of each group.
 
-        Two lower bounds hold at the same time, so the larger one is returned:
+        Two lower bounds hold at the same time, so the larger is returned:
 
             any algorithm    A cluster receives the sums of its group's gradients from the other
                              clusters of the group.
             ring             A ring all-reduce is as fast as its slowest link. Only if the job uses
                              rings between clusters (ring_bits > 0).
 
-        Which clusters form a group is open. Of any g clusters, the slowest is no faster than the
-        g-th fastest of all clusters, so this one's rate is assumed. The same holds for the links of a ring.
+        It is not known which clusters form a group. Of any g clusters, the slowest is no faster than
+        the g-th fastest of all clusters, so that rate is assumed. The same holds for links of a ring.
 
         Args:
             group_size: Number of clusters that share their stages.
@@ -118,7 +118,7 @@ class ClusterTraffic:
         group_share = group_size / self.cluster_count  # of the stages, and so of the gradients
         _, block, _ = job.layers
         group_ranks = shape.data * shape.context  # of a data parallel group
-        # Experts' gradients are summed in smaller groups, which may lie inside one cluster. So with
+        # Experts' gradients are summed in smaller groups. These may lie inside a cluster. So with
         # experts no traffic between clusters is certain: 0 bits.
         gradient_bits = 0.0
         if not block.expert_parameters:
@@ -141,7 +141,7 @@ class ClusterTraffic:
         """Return the least seconds for all activations over the slowest link between groups.
 
         All micro-batches of the step pass each link between groups, so the step takes at least the
-        time of the slowest one. Which links a plan uses is open, so the fastest possible set of
+        time of the slowest. The plan's links are not known yet, so the fastest possible set of
         links is assumed. The i-th cluster of a group sends to the i-th cluster of the next group:
         groups of g clusters make g chains. Example with groups (a b)(c d): the chains a -> c and
         b -> d.
@@ -162,5 +162,5 @@ class ClusterTraffic:
         # fastest link of the maximum spanning tree: tree_bps[n - 1].
         chain_links = self.cluster_count - group_size
         slowest_bps = links.tree_bps[chain_links - 1]
-        senders = self.stage_ranks / group_size  # ranks of a stage on one cluster
+        senders = self.stage_ranks / group_size  # ranks of a stage on each cluster
         return shape.micro_batches * latency_s + senders * activation_bits / slowest_bps

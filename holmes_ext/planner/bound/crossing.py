@@ -1,6 +1,6 @@
 """Limits on the layers of stages whose gradient reductions share a link between clusters.
 
-A hop is a link between two clusters, or the uplink of one. Example: stages 0 and 1 both lie on
+A hop is a link between two clusters, or the uplink of a cluster. Example: stages 0 and 1 both lie on
 clusters a and b. Then the gradients of both stages pass the hop from a to b.
 
 The hop carries all these reductions within the time that a step leaves for them:
@@ -37,7 +37,7 @@ class SharedHop(NamedTuple):
     """
 
     stages: tuple[int, ...]
-    #: Least seconds for one block's gradients, on any of the stages.
+    #: Least seconds for a block's gradients, on any of the stages.
     block_s: float
     #: Seconds for the gradients of the embedding and the output layer, as far as their stages use
     #: the hop.
@@ -76,7 +76,7 @@ class SharedHop(NamedTuple):
         """
         if 0 not in self.stages:
             return inf
-        # Most layers of each stage that shares the link with the first one, the largest first.
+        # Most layers of each stage that shares the link with the first stage, the largest first.
         sharing = sorted((max_layers[stage] for stage in self.beside_first if stage), reverse=True)
         all_layers = sum(max_layers[stage] for stage in self.stages)
         # Layers of the other stages on the link. They cost the first stage no time here.
@@ -92,9 +92,9 @@ class SharedHop(NamedTuple):
 
         The first stage must have sent its gradients within `seconds`. At that moment each sharing
         stage either still sends (a "larger" stage, with more layers than the first), or has sent
-        all its gradients (a "smaller" stage). The larger ones used the link for at least FAIR = 0.9
+        all its gradients (a "smaller" stage). The larger stages used the link for at least FAIR = 0.9
         times as long as the first stage; the time that remains limits the layers of the smaller
-        ones. How many stages are larger is open, so every number is tried.
+        stages. How many stages are larger is open, so every number is tried.
 
         Args:
             first_layers: Layers of the first stage.
@@ -124,9 +124,9 @@ class SharedHop(NamedTuple):
 def shared_hops(bounds: StageBounds) -> list[SharedHop]:
     """Return the links between clusters that carry gradient reductions, the slowest first.
 
-    Of two links that a stage has in common, only the slower one is returned, as it limits the
-    layers more. So each stage is on at most one returned link. This lets the caller,
-    blocks_at_most(), add up the layers that each link excludes, without counting a stage twice.
+    Of two links with a common stage, only the slower is returned, as it limits the layers more. So
+    each stage is on at most 1 returned link. This lets the caller, blocks_at_most(), add up the
+    layers that each link excludes, without counting a stage twice.
     """
     byte_s: dict[Hop, dict[int, float]] = defaultdict(dict)  # hop -> stage -> seconds for a byte
     for stage in range(bounds.stage_count):
@@ -137,7 +137,7 @@ def shared_hops(bounds: StageBounds) -> list[SharedHop]:
     candidates = [
         _shared_hop(bounds, by_stage) for by_stage in byte_s.values() if min(by_stage.values()) > 0
     ]
-    # The slowest link needs most seconds if each of its stages has one more layer.
+    # The slowest link needs most seconds for another layer on each of its stages.
     chosen: list[SharedHop] = []
     for candidate in sorted(candidates, key=lambda hop: -len(hop.stages) * hop.block_s):
         if not any(set(candidate.stages) & set(hop.stages) for hop in chosen):
@@ -148,16 +148,16 @@ def shared_hops(bounds: StageBounds) -> list[SharedHop]:
 def _shared_hop(bounds: StageBounds, byte_s: dict[int, float]) -> SharedHop:
     """Return the seconds for which a stage's gradients occupy a link between clusters.
 
-    `block_s` is for one transformer layer, on that stage of the link which sends least for it: a
-    lower bound for all. `ends_s` is for the embedding, if the first stage uses the link, and for
-    the output layer, if the last stage does.
+    `block_s` is for a transformer layer, on the stage that sends least over the link for it: a lower
+    bound for all stages. `ends_s` is for the embedding, if the first stage uses the link, and for the
+    output layer, if the last stage does.
 
     Args:
         bounds: Lower bounds on the work of the stages.
         byte_s: Each stage on the link -> seconds for which a byte of its gradients occupies the
             link.
     """
-    # Bytes of gradients that one rank reduces.
+    # Bytes of gradients that a rank reduces.
     embedding_bytes, block_bytes, output_bytes = bounds.prices.job.reduced_bytes
     first_byte_s = byte_s.get(0, 0.0)
     last_byte_s = byte_s.get(bounds.stage_count - 1, 0.0)
@@ -185,7 +185,7 @@ def _hop_byte_s(bounds: StageBounds, stage: int) -> dict[Hop, float]:
 
     Only links between clusters count. A link (Hop) connects two clusters, or a cluster to the WAN
     (uplink). The seconds say how long the link is busy for each byte of the stage's gradients. The
-    result is empty if the route depends on the number of bytes, which is not known yet.
+    result is empty if the route depends on the number of bytes, because it is not known yet.
 
     Args:
         bounds: Lower bounds on the work of the stages.
@@ -198,7 +198,7 @@ def _hop_byte_s(bounds: StageBounds, stage: int) -> dict[Hop, float]:
     loads: tuple[Load, ...] = (reduction.load,)
     if isinstance(reduction, Hierarchical):
         if bounds.run.direct:  # gloo's direct exchanges instead of rings
-            return {}  # the route depends on the stage's bytes, which are not known yet
+            return {}  # the route depends on the stage's bytes, and they are not known yet
         # Only these two steps pass between clusters: the sums to the owners of a slice, and back.
         loads = (reduction.reduce_across, reduction.gather_across)
         share *= reduction.compressed_share
@@ -225,8 +225,8 @@ def blocks_at_most(
         hops: Links between clusters without a common stage (shared_hops).
         max_layers: Most layers of each stage.
         seconds: For each link, the time for the reductions of all its stages.
-        first_s: Time for the first stage's reduction. It is shorter, as the first stage is the last
-            one to end its backward passes.
+        first_s: Time for the first stage's reduction. It is shorter, because the first stage ends
+            its backward passes last.
     """
     total: float = sum(max_layers)
     for hop, hop_s in zip(hops, seconds):

@@ -1,7 +1,7 @@
 """Lower bound on a placement's step time over all ways to split its layers into pipeline stages.
 
 The search for the best plan leaves a placement out if this bound is no better than the best
-simulated step, so no simulated 1F1B step may ever be below it. (Interleaved schedules have one
+simulated step, so no simulated 1F1B step may ever be below it. (Interleaved schedules have a single
 split: chunks.py.)
 
 A step takes at least, for each stage, the sum of three times:
@@ -16,8 +16,8 @@ A step takes at least, for each stage, the sum of three times:
                   then the longest optimizer step and weight gather of all stages (the gradient
                   norm is a barrier)
 
-The passes also end no earlier than all activations have flowed over each stage link, one after the
-other, and the last one's gradient has come back.
+The passes also end no earlier than all activations have flowed over each stage link in sequence, and
+the gradient of the last has come back.
 
 The bound on the step follows from the bounds on the stages by bisection. A time T limits the layers
 of each stage: its own layers make its passes longer, and the layers of the other stages cost at
@@ -51,10 +51,10 @@ ALMOST_ALL = 1 - 1e-9
 
 
 class _Ways(NamedTuple):
-    """Least seconds of one micro-batch on all stages but a given one.
+    """Least seconds of a micro-batch on all stages except a given stage.
 
-    "Before" means earlier stages, "behind" later ones. The way down goes forward from the first
-    stage to the given one, the way up goes backward. _ways_with() makes this record.
+    "Before" means earlier stages, "behind" later stages. The way down goes forward from the first
+    stage to the given stage, the way up goes backward. _ways_with() makes this record.
     """
 
     down_s: float  # its forward passes on the stages before, without the stage links
@@ -64,7 +64,7 @@ class _Ways(NamedTuple):
 
 
 class StepLowerBound(PassBounds):
-    """Lower bound on the simulated step time of one placement, whatever its split of the layers."""
+    """Lower bound on the simulated step time of a placement, for every split of its layers."""
 
     def __init__(self, prices: Prices, placement: Placement, costs: StageCosts, run: Execution):
         super().__init__(prices, placement, costs, run)
@@ -91,7 +91,7 @@ class StepLowerBound(PassBounds):
         for stage in range(self.stage_count):
             # The first micro-batch's backward pass here ends (the caller adds the time until then).
             # `pairs` forward passes follow, and a backward pass between each two, before the last
-            # backward pass starts. (Without pairs that is the first one: subtract its duration.)
+            # backward pass starts. (Without pairs it is also the first: subtract its duration.)
             pairs = self.micro_batches - self.warm_up[stage]
             block_s = pairs * self.block_s[stage] - self.backward_s[stage]
             # The first micro-batch goes down over all stage links, and up again to this stage.
@@ -107,10 +107,10 @@ class StepLowerBound(PassBounds):
         """Divide the possible seconds of the longest update into intervals.
 
         An update is a stage's optimizer step and weight gather. If a gradient norm is summed over
-        all stages (has_norm_barrier), all updates start after that sum, so the longest one adds its
-        whole time to the step. Which stage has it depends on the split of the layers, which is
-        open. The bound for an interval from 1.0 s to 1.1 s assumes 1.0 s for the longest update,
-        and only splits with all updates below 1.1 s. Without a norm, one interval (0 to inf) is
+        all stages (has_norm_barrier), all updates start after that sum, so the longest update adds its
+        whole time to the step. How long it is depends on the split of the layers, and the split is
+        not known. The bound for an interval from 1.0 s to 1.1 s assumes 1.0 s for the longest update,
+        and only splits with all updates below 1.1 s. Without a norm, a single interval (0 to inf) is
         enough.
         """
         self.update_intervals = [UpdateInterval(0.0, inf)]
@@ -120,7 +120,7 @@ class StepLowerBound(PassBounds):
         updates = (after.update for after in self.after_backward)
         # Equal stages: ((update, most layers), number of such stages).
         groups = tuple(Counter(zip(updates, self.max_layers)).items())
-        # All placements of one shape share this cache.
+        # All placements of the same shape share this cache.
         cache = self.prices.cached_results
         key = ("update intervals", groups)
         if key not in cache:
@@ -137,7 +137,7 @@ class StepLowerBound(PassBounds):
             reached_s: A step time already reached by another plan. A larger bound is not computed;
                 `reached_s` is returned instead.
         """
-        # `low` is always a lower bound. The largest one is searched by doubling, then by bisection.
+        # `low` is always a lower bound. Doubling and then bisection search for the largest.
         if self.run.virtual > 1:  # interleaved: equally many layers on all stages
             even = uniform(self.layer_count, self.stage_count)
             return interleaved_s(self) if self.fits(even) else inf
@@ -167,7 +167,7 @@ class StepLowerBound(PassBounds):
         # A micro-batch's passes on all stages, with the split that computes fastest, and the stage
         # links there and back.
         round_trip_s = self._least_work_s(self.max_layers) + 2 * sum(self.stage_links_s)
-        # A stage has at most max(warm_up) micro-batches under way. The next one begins when the
+        # A stage has at most max(warm_up) micro-batches under way. The next begins when the
         # oldest has returned, so each further round of that many micro-batches takes another round
         # trip.
         further_rounds = (self.micro_batches - 1) // max(self.warm_up)
@@ -176,10 +176,10 @@ class StepLowerBound(PassBounds):
         interval_s = max(self.interval_s, default=0.0)
         one_by_one_s = round_trip_s + (self.micro_batches - 1) * interval_s
         passes_s = max(in_rounds_s, one_by_one_s)
-        # The activations and gradients of all micro-batches, through the NIC of one stage.
+        # The activations and gradients of all micro-batches, through the NIC of a single stage.
         nic_s = self.micro_batches * max(self.nic_busy_s)
-        # The first stage's end follows the last gradient's arrival. The NIC may be one of another
-        # stage, which sends while the first stage ends, so nothing is added to it.
+        # The first stage's end follows the last gradient's arrival. The NIC may be that of another
+        # stage. It may still send while the first stage ends, so nothing is added to its time.
         return max(passes_s + self.first_stage_end_s(), nic_s)
 
     def first_stage_end_s(self) -> float:
@@ -200,7 +200,7 @@ class StepLowerBound(PassBounds):
         return min(self._after_last_backward_s(0, layers, update_s) for layers in choices)
 
     def _least_work_s(self, max_layers: Sequence[int], backward_from: int = 0) -> float:
-        """Return the seconds of one micro-batch on all stages (their sum), with the best split.
+        """Return the seconds of a micro-batch on all stages (their sum), with the best split.
 
         A split is the number of layers of each stage.
 
@@ -212,7 +212,7 @@ class StepLowerBound(PassBounds):
         extra_s = sum(self.extra_s[backward_from:]) + sum(self.extra_forward_s[:backward_from])
         if self.is_homogeneous:
             # Layers cost least on the stages that count the forward pass only, so these have as
-            # many as possible: all but one for each of the other stages, as far as memory allows.
+            # many as possible: all but 1 for each of the other stages, as far as memory allows.
             stages_with_backward = self.stage_count - backward_from
             forward_only = min(
                 self.layer_count - stages_with_backward,
@@ -220,7 +220,7 @@ class StepLowerBound(PassBounds):
             )
             both = self.layer_count - forward_only
             return forward_only * self.forward_s[0] + both * self.block_s[0] + extra_s
-        # Each stage has one layer. The remaining layers go to the cheapest stages, as far as memory
+        # Each stage has 1 layer. The remaining layers go to the cheapest stages, as far as memory
         # allows.
         layer_s = [*self.forward_s[:backward_from], *self.block_s[backward_from:]]
         total_s = sum(layer_s) + extra_s
@@ -255,16 +255,16 @@ class StepLowerBound(PassBounds):
         Args:
             step_s: Seconds that the step may take.
             update_s: Least seconds of the longest update (optimizer step, weight gather) of all
-                stages, which counts for every stage.
+                stages; it counts for every stage.
             update_limit_s: Seconds that no update may reach; this limits the layers, too.
         """
         limits: list[int] = []
-        # Least seconds of the first stage after its last backward pass: it has one layer or more.
+        # Least seconds of the first stage after its last backward pass: it has at least 1 layer.
         first_end_s = self._after_last_backward_s(0, layers=1, update_s=update_s)
         for stage in range(self.stage_count):
             update = self.after_backward[stage].update
             most_for_update = update.layers_below(update_limit_s, self.max_layers[stage])
-            # Each other stage has at least one layer.
+            # Each other stage has at least 1 layer.
             limit = min(most_for_update, self.layer_count - (self.stage_count - 1))
             if limit < 1:
                 return None
@@ -273,6 +273,7 @@ class StepLowerBound(PassBounds):
             layers_before = sum(limits)
 
             def stage_step_s(layers: int) -> float:
+                """Return the bound on the step if this stage has so many layers."""
                 return self._stage_step_s(stage, layers, layers_before, update_s, first_end_s)  # noqa: B023
 
             # More layers never make the step shorter. So if `limit` layers take too long, bisection
@@ -291,8 +292,8 @@ class StepLowerBound(PassBounds):
         """Return whether NICs and links that several stages share can carry their gradients in time.
 
         Two resources are examined: the NIC of a node that holds several stages, and links between
-        clusters over which several stages reduce. Each carries one stage's gradients after another
-        stage's, so the layers of its stages are limited together.
+        clusters over which several stages reduce. Each carries the gradients of its stages in
+        sequence, so the layers of these stages are limited together.
 
         Args:
             limits: Most layers of every stage.
@@ -321,8 +322,8 @@ class StepLowerBound(PassBounds):
         # step.
         remaining_s = step_s - self._last_backward_start_s(limits)
         all_links_s = self.links_before_s[-1]
-        # The last backward pass of an earlier stage begins later, by the stage links in between. A
-        # link carries its first reduction when that of its last stage begins, so max(stages).
+        # The last backward pass of an earlier stage begins later, by the stage links in between. Of
+        # the stages on a link, the last begins its reduction first: max(stages).
         hop_remaining_s = [
             remaining_s - (all_links_s - self.links_before_s[max(hop.stages)])
             for hop in self.crossing
@@ -339,12 +340,16 @@ class StepLowerBound(PassBounds):
     ) -> float:
         """Return a lower bound on the step time, in seconds, if `stage` has `layers` layers.
 
-        It is the sum of three times:
+        It is the sum of two times:
 
-            1. forward passes and messages of the earlier stages, until the first activation arrives
-            2. all passes of `stage`, and its idle time until gradients return from later stages
-            3. after its last backward pass, the longer of: its own reduction and update; or the
-               backward passes and messages of the earlier stages, then `first_end_s`
+            1. until the stage ends its last backward pass: the larger of
+                 by_passes_s   the way down (forward passes and messages of the earlier stages), then all
+                               passes of the stage, with its waits for gradients from later stages
+                 by_messages_s all activations pass the slowest stage link in sequence; the gradient of the
+                               last comes back to the stage, which does its backward pass
+            2. from then to the end of the step: the larger of
+                 stage_end_s   the stage's own reduction and update
+                 way_up_s      backward passes and messages of the earlier stages, then `first_end_s`
 
         Args:
             stage: The stage.
@@ -354,24 +359,19 @@ class StepLowerBound(PassBounds):
                 stages.
             first_end_s: Least seconds of the first stage's reduction and update.
         """
-        # One micro-batch on earlier stages (down_s forward, up_s backward), and on later ones.
-        ways = self._ways_with(stage, layers, layers_before)
-        links_s = self.links_before_s[stage]
+        ways = self._ways_with(stage, layers, layers_before)  # of a micro-batch on the other stages
+        links_s = self.links_before_s[stage]  # messages of the earlier stages, one way
         passes_s = self._pass_times(stage, layers).seconds(ways.round_trip_s)
-        last_backward_end_s = max(
-            ways.down_s + links_s + passes_s,
-            # Another bound, flow_end_s: all activations pass the slowest stage link one by one, and
-            # the last gradient comes back to this stage. Its backward pass here is added.
-            self.flow_end_s[stage] + layers * self.backward_s[stage],
-        )
-        way_up_s = ways.up_s + links_s + first_end_s
+        by_passes_s = ways.down_s + links_s + passes_s
+        by_messages_s = self.flow_end_s[stage] + layers * self.backward_s[stage]
         stage_end_s = self._after_last_backward_s(stage, layers, update_s)
-        return last_backward_end_s + max(stage_end_s, way_up_s)
+        way_up_s = ways.up_s + links_s + first_end_s
+        return max(by_passes_s, by_messages_s) + max(stage_end_s, way_up_s)
 
     def _ways_with(self, stage: int, layers: int, layers_before: int) -> _Ways:
         """Return the least seconds of a micro-batch on all stages but `stage`.
 
-        `stage` has `layers` layers, each other stage one. The layers that remain are assumed where
+        `stage` has `layers` layers, each other stage 1. The layers that remain are assumed where
         they lengthen the step least. On earlier stages they lengthen the way down (forward) and the
         way up (backward). On later stages they lengthen the round trip from `stage` to the last
         stage and back.
@@ -388,7 +388,7 @@ class StepLowerBound(PassBounds):
         if not further:
             return _Ways(down_s, up_s, round_trip_s)
 
-        # A layer on another stage counts at most what it costs on this one (layer_s; down and up
+        # A layer on another stage counts at most as much as on this stage (layer_s; down and up
         # together). Then more layers here never lower the bound, as the caller's bisection needs.
         layer_s = self.block_s[stage] if self.micro_batches > 1 else self.forward_s[stage]
         layer_down_s = min(self.layer_down_s[stage], layer_s)
@@ -396,14 +396,14 @@ class StepLowerBound(PassBounds):
         layer_up_s = min(self.layer_up_s[stage], layer_s - layer_down_s)
         is_last = stage == self.stage_count - 1
         if layer_down_s + layer_up_s <= layer_round_trip_s or is_last:
-            # Cheaper before: the earlier stages get as many layers as they can hold, besides their
-            # one each. The later stages get the others.
+            # Cheaper before: the earlier stages get as many layers as they can hold, besides 1 each.
+            # The later stages get the others.
             before = further if is_last else min(further, layers_before - stage)
             down_s += before * layer_down_s
             up_s += before * layer_up_s
             round_trip_s += (further - before) * layer_round_trip_s
         else:
-            # A layer costs less on later stages than both its passes on earlier ones. But the way
+            # A layer costs less on later stages than both its passes on earlier stages. But the way
             # down counts by itself, too, and a forward pass alone may cost less. So the bound adds
             # the less of the two to the way down, and the rest of a later layer's cost to `up_s`.
             least_down_s = min(layer_down_s, layer_round_trip_s)
@@ -418,6 +418,8 @@ class StepLowerBound(PassBounds):
         and the longest update (optimizer step and weight gather) of all stages.
 
         Args:
+            stage: Number of the stage.
+            layers: Layers of the stage.
             update_s: Least seconds of the longest update.
         """
         after = self.after_backward[stage]
@@ -442,17 +444,17 @@ class StepLowerBound(PassBounds):
             step_s: Seconds of the step.
         """
         # The limits sum to `spare` layers more than the model has. In the best case for this node,
-        # its stages have all these layers fewer than their limits (but each at least one).
+        # its stages have all these layers fewer than their limits (but each at least 1).
         spare = sum(limits) - self.layer_count
         layers = max(len(stages), sum(limits[stage] for stage in stages) - spare)
         block_s = min(self.after_backward[stage].reduction.block_s for stage in stages)
         return self._last_backward_start_s(limits) + layers * block_s <= step_s
 
     def _last_backward_start_s(self, limits: Sequence[int]) -> float:
-        """Return seconds from the step's start before which no last backward pass begins.
+        """Return the earliest start of any stage's last backward pass, in seconds of the step.
 
         A last backward pass begins only after all stages have ended their last forward pass. So
-        each stage's own passes give a bound, which needs the least number of its layers. The sum of
+        each stage's own passes give a bound, for the least number of its layers. The sum of
         `limits` exceeds the model's layers by `spare`. So some stage has at most spare / stages
         layers fewer than its limit. It may be any stage, so the least of their bounds is returned.
 
@@ -469,7 +471,7 @@ class StepLowerBound(PassBounds):
             # The first micro-batch passes all stages down, and those from `stage` on also up.
             first_returns_s = self._least_work_s(limits, backward_from=stage)
             starts_s.append(first_returns_s + start.fixed_s + start.block_s * layers)
-        # All activations also pass the slowest stage link one after the other, on their way down.
+        # All activations also pass the slowest stage link in sequence, on their way down.
         intervals_s = (self.micro_batches - 1) * max(self.interval_s, default=0.0)
         down_work_s = self._least_work_s(limits, backward_from=self.stage_count)
         down_s = down_work_s + self.links_before_s[-1] + intervals_s

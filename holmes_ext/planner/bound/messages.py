@@ -10,7 +10,7 @@ from holmes_ext.plan.placement import Placement
 
 
 class Message(NamedTuple):
-    """An activation sent from a stage to the next one: lower bounds on its times, in seconds."""
+    """Lower bounds on the times of sending an activation from a stage to the next, in seconds."""
 
     #: From the first byte sent to the last byte received.
     total_s: float
@@ -22,11 +22,11 @@ class Message(NamedTuple):
     sender_nic_s: float
     #: While the receiver's NIC is busy. A node with fewer ranks has fewer messages on its NIC.
     receiver_nic_s: float
-    #: Name of the fabric that carries the message; "" inside one node.
+    #: Name of the fabric that carries the message; "" inside a node.
     fabric: str
 
 
-#: The message from a stage to itself (pipelines of one stage).
+#: The message from a stage to itself (pipelines of a single stage).
 NO_MESSAGE = Message(
     total_s=0.0,
     sender_blocked_s=0.0,
@@ -41,7 +41,7 @@ class SlowestPipeline(NamedTuple):
     """Pipeline whose messages take longest."""
 
     rank_index: int  # of its rank among the ranks of each stage
-    messages: list[Message]  # from each stage to the next one; the last stage sends to the first
+    messages: list[Message]  # from each stage to the next; the last stage sends to the first
 
 
 def slowest_messages(prices: Prices, placement: Placement, stage_count: int) -> SlowestPipeline:
@@ -55,8 +55,8 @@ def slowest_messages(prices: Prices, placement: Placement, stage_count: int) -> 
         placement: Nodes of every stage.
         stage_count: Number of stages.
     """
-    # Borders are the indices at which the node type changes on some stage; the last one is the end.
-    # Between two borders all pipelines are equal, so the first of them stands for all.
+    # Borders are the indices at which the node type changes on some stage; the last border is the
+    # end. Between two borders all pipelines are equal, so the first of them represents all.
     first_indices = placement.borders[:-1]
     messages_of = {
         rank_index: [
@@ -75,7 +75,7 @@ def slowest_messages(prices: Prices, placement: Placement, stage_count: int) -> 
 def _message(
     prices: Prices, placement: Placement, stage_count: int, stage: int, rank_index: int
 ) -> Message:
-    """Return the message from a stage to the next one, computed once for equal nodes.
+    """Return the message from a stage to the next, computed once for equal nodes.
 
     Args:
         prices: Times of communication.
@@ -89,10 +89,10 @@ def _message(
     next_stage = (stage + 1) % stage_count
     if next_stage == stage:
         return NO_MESSAGE
-    # A component is a number of neighbouring stages that share nodes (mostly one stage).
+    # A component is a set of neighbouring stages that share nodes (mostly a single stage).
     nodes_of_components = placement.parts
     stages_per_component = placement.stages_per_component
-    # Equal keys mean equal nodes on both ends, so placements of one search share the result. The
+    # Equal keys mean equal nodes on both ends, so placements of a search share the result. The
     # message depends on rank_index, too: a stage may have ranks on nodes of several types.
     key = (
         nodes_of_components[stage // stages_per_component],
@@ -121,14 +121,13 @@ def _priced_message(
             share the NICs; those on other nodes do not count.
     """
     network = prices.network
-    # A Fold looks at one rank of each set of equal ranks; pipelines on equal nodes are of one
-    # class.
+    # A Fold keeps a representative of each set of equal ranks; pipelines on equal nodes form a class.
     fold, folded_stages = prices.fold(placement, stage, next_stage)
     stage_link = fold.stage_link(fold.pipeline_class_at(rank_index), *folded_stages)
     message_bytes = prices.job.block.activation_bytes
     # A load says how a message uses NICs and links, and its price: latency and seconds for a byte.
     load = network.message(stage_link, prices.link_bps(stage_link.node_types))
-    if load.fabric is None:  # both stages are on one node
+    if load.fabric is None:  # both stages are on the same node
         seconds = load.price.seconds(message_bytes)
         return NO_MESSAGE._replace(total_s=seconds, sender_blocked_s=seconds)
     if load.fabric.name == ETHERNET:
@@ -136,10 +135,10 @@ def _priced_message(
         # differ), and it may be compressed.
         compressed_share = prices.job.compressed_share(prices.rules.compression)
         message_bytes *= compressed_share / prices.slices(placement)
-    # Seconds for the bytes at the rate that one message reaches (`load.price`: latency, and seconds
-    # for each byte). This rate may be below the NIC's own.
+    # Seconds for the bytes at the rate that a single message reaches (`load.price`: latency, and
+    # seconds for each byte). This rate may be below the NIC's own.
     interval_s = message_bytes * load.price.byte_s
-    # Seconds for which one message occupies a NIC. The NIC's own rate counts here, as it may carry
+    # Seconds for which a message occupies a NIC. The NIC's own rate counts here, as it may carry
     # several messages at once.
     message_nic_s = 8 * message_bytes / load.fabric.rate_bps
     return Message(

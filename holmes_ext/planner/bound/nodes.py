@@ -1,13 +1,13 @@
 """Ideal node sets for lower bounds on the step time of many subsets of nodes at once.
 
 A family is all subsets of a given size with given numbers of nodes from some clusters (the fixed
-ones). The other nodes of a subset are of the open clusters, divided in any way:
+clusters). The other nodes of a subset are of the open clusters, divided in any way:
 
     family (8, ?, ?)     8 nodes of the first cluster; the second and the third are open
 
 Better GPUs and networks never make a step longer. So the lower bound for an ideal set of nodes, at
 least as good as every subset of the family, holds for the whole family. In the ideal set, the open
-clusters become one cluster with the best of their GPUs, on one network as fast as their best fabric
+clusters become a single cluster with the best of their GPUs, on a network as fast as their best fabric
 and Ethernet together.
 """
 
@@ -43,25 +43,24 @@ def is_flat(spec: SiteSpec) -> bool:
 def first_equal_cluster(spec: SiteSpec, model: Model, alone: bool = False) -> list[int]:
     """Return, for each cluster, the index of the first cluster with equal nodes and networks.
 
-    A cluster without an equal one has its own index. Equal clusters are interchangeable: a job on
-    nodes of one takes as long as on nodes of the other. In a job with several clusters this also
-    needs equal links to the other clusters, so the clusters must reach each other at one rate, and
-    none may share its fast fabric with another.
+    A cluster without an equal cluster has its own index. Equal clusters are interchangeable: a job
+    takes as long on nodes of the first as on nodes of the second. In a job with several clusters
+    this also needs equal links to the other clusters, so all clusters must reach each other at the
+    same rate, and none may share its fast fabric with another.
 
     Args:
         spec: Clusters to compare.
         model: GPUs of the clusters.
-        alone: Compare the clusters for jobs on one cluster only; the links between clusters do not
+        alone: Compare the clusters for jobs on a single cluster; the links between clusters do not
             matter.
     """
     fabrics = [cluster.fabric for cluster in spec.clusters]
-    properties: list[object] = []  # of each cluster: equal for interchangeable ones
+    properties: list[object] = []  # of each cluster: equal for interchangeable clusters
     for cluster in spec.clusters:
         has_private_fabric = is_flat(spec) and fabrics.count(cluster.fabric) == 1
         has_equal_links = alone or has_private_fabric
-        is_measured = (
-            cluster.fabric in spec.links
-        )  # then its rates differ from those of its kind of NIC
+        # A measured fabric has other rates than those of its kind of NIC.
+        is_measured = cluster.fabric in spec.links
         if has_equal_links and not is_measured:
             gpu = model.gpu_of(cluster.name)
             network = (cluster.kind, cluster.rate_bps, cluster.latency_s)
@@ -96,8 +95,8 @@ def fastest_first(spec: SiteSpec, model: Model, first_equal: Sequence[int]) -> l
 def ideal(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Model]:
     """Return an ideal cluster of `count` nodes, and a copy of the model for the cluster's GPUs.
 
-    Every node of the ideal cluster has the best GPUs of any cluster of `site`. One network connects
-    all of them, at least as fast as each network of `site`. So no subset of `count` nodes of `site`
+    Every node of the ideal cluster has the best GPUs of any cluster of `site`. A network connects all
+    of them, at least as fast as each network of `site`. So no subset of `count` nodes of `site`
     has a shorter step than the ideal cluster.
 
     Args:
@@ -108,7 +107,7 @@ def ideal(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Mod
         links: Measured rates and latencies of the networks.
 
     Returns:
-        The ideal cluster, as a site with the one cluster "best"; and the model with its GPU.
+        The ideal cluster, as a site with the single cluster "best"; and the model with its GPU.
 
     Raises:
         HolmesError: Nodes have different numbers of processes, so subsets of `count` nodes have
@@ -129,10 +128,10 @@ def ideal(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Mod
 
 
 def ideal_gpus(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Model]:
-    """Return the `count` nodes with the fastest GPUs on one ideal network, and the model for them.
+    """Return the `count` nodes with the fastest GPUs on an ideal network, and the model for them.
 
     No subset of `count` nodes can compute a step faster than these nodes, so their step time is a
-    lower bound for all subsets. The new site has one cluster for each GPU speed, named by its
+    lower bound for all subsets. The new site has a cluster for each GPU speed, named by its
     FLOP/s. The network is at least as fast as each network of `site`.
 
     Args:
@@ -160,9 +159,8 @@ def _best_gpu(gpus: Sequence[Gpu]) -> Gpu:
     """Return a GPU with the best value of each property; 0 bytes or bit/s mean "no limit"."""
 
     def best(values: Sequence[float]) -> float:
-        return (
-            max(values) if all(values) else 0.0
-        )  # a 0 among them means no limit, which is the best
+        """Return the largest value; 0 if it is among them, because it means "no limit"."""
+        return max(values) if all(values) else 0.0
 
     return Gpu(
         flops=max(gpu.flops for gpu in gpus),
@@ -172,24 +170,20 @@ def _best_gpu(gpus: Sequence[Gpu]) -> Gpu:
 
 
 def _on_one_fabric(site: Site, clusters: Mapping[str, str], links: Links) -> Site:
-    """Return a site whose nodes share one ideal network, as good as all networks of `site`.
+    """Return a site whose nodes share an ideal network, as good as all networks of `site`.
 
     Its latency is the least of all fabrics in use. Its rate is the sum of the fastest fabric's and
     Ethernet's rate, because a hierarchical all-reduce uses both at once. Its name is Ethernet,
-    because only on Ethernet tensor parallel ranks send a slice of a message each, which is the
-    fastest case.
+    because only on Ethernet tensor parallel ranks send a slice of a message each, the fastest case.
 
     Args:
         site: Nodes and fabrics to take the best values from.
         clusters: Name of each node of the new site -> name of its cluster.
         links: Measured links.
     """
+    used_names = {name for node in site.nodes for name in node.fabrics}
     # line(): the fabric with its measured rate and latency
-    used_fabrics = [
-        links.line(fabric)
-        for fabric in site.fabrics
-        if any(fabric.name in node.fabrics for node in site.nodes)
-    ]
+    used_fabrics = [links.line(fabric) for fabric in site.fabrics if fabric.name in used_names]
     rates_bps = {fabric.name: fabric.rate_bps for fabric in used_fabrics}
     fast_bps = max((rate for name, rate in rates_bps.items() if name != ETHERNET), default=0)
     rate_bps = rates_bps[ETHERNET] + fast_bps
@@ -210,7 +204,7 @@ def of_family(
     with the best GPUs and networks of the open clusters.
 
     Args:
-        spec: All clusters. They must reach each other at one rate (is_flat).
+        spec: All clusters. They must reach each other at the same rate (is_flat).
         family: Number of nodes of each cluster, None for open clusters.
         count: Nodes of every subset.
         model: Model with the GPUs of all clusters.
@@ -234,8 +228,8 @@ def of_family(
     ports = [Port(ETHERNET, rate_bps=ethernet.rate_bps)]
     fast_bps = max((fabric.rate_bps for fabric in fast), default=0)
     if fast_bps:
-        # One ideal fabric: as fast as the fastest one and Ethernet together, or as Ethernet with
-        # messages in slices.
+        # A single ideal fabric: as fast as the fastest fabric and Ethernet together, or as Ethernet
+        # with messages in slices.
         ideal_bps = max(fast_bps + ethernet.rate_bps, int(send_speedup * ethernet.rate_bps))
         latency_s = min(fabric.latency_s for fabric in (ethernet, *fast))
         fabrics = (*fabrics, Fabric(OPEN, open_clusters[0].kind, ideal_bps, latency_s))

@@ -1,18 +1,18 @@
 """Best-first search over the orders in which a pipeline passes clusters of equal size.
 
-Used if a WAN makes the orders differ. An order is a sequence of groups of clusters, all of one
+Used if a WAN makes the orders differ. An order is a sequence of groups of clusters, all of the same
 size:
 
-    (a)(b)(c)...      groups of one cluster
+    (a)(b)(c)...      groups of a single cluster
     (a b)(c d)...     groups of two clusters that share stages
 
-A* (Hart, Nilsson and Raphael, 1968) extends a prefix (the first groups of an order) by one group at
-a time. The lower bound of a prefix has
+A* (Hart, Nilsson and Raphael, 1968) extends a prefix (the first groups of an order) by a group at a
+time. The lower bound of a prefix has
 
-  * the messages of one micro-batch over the chosen links, forward and back
+  * the messages of a micro-batch over the chosen links, forward and back
   * the messages of all micro-batches over the slowest of these links
   * the best possible link for each border between groups that is still open
-  * for groups of one cluster, the work of the first stage after its last backward pass
+  * for groups of a single cluster, the work of the first stage after its last backward pass
   * for larger groups, the reduction of the gradients between the clusters of a group
 
 A complete order with a bound below the best step time already reached is then bounded as a
@@ -36,12 +36,12 @@ from holmes_ext.planner.bound.least import StepLowerBound
 #: Most prefixes of orders that are extended, and most placements that are bounded.
 MAX_EXTENDED = 6000
 MAX_BOUNDED = 1000
-#: Fewest clusters for which a search is worth it; all orders of fewer are listed anyway.
+#: Fewest clusters that make a search worth it; all orders of fewer are listed anyway.
 MIN_CLUSTERS = 3
 
 
 class _ClusterLink(NamedTuple):
-    """Seconds for an activation from one cluster's last stage to the next cluster's first stage."""
+    """Seconds for an activation from a cluster's last stage to the next cluster's first stage."""
 
     total_s: float
     interval_s: float  # between messages that follow each other
@@ -91,7 +91,7 @@ class OrderBounds:
     ):
         """Read the costs of the links between clusters from the lower bounds of sample pipelines.
 
-        A sample pipeline passes all clusters one after the other. The samples are chosen so that
+        A sample pipeline passes all clusters in sequence. The samples are chosen so that
         every pair of clusters appears as neighbours, and also as the first and the last cluster. So
         they contain every cost that depends on two clusters.
 
@@ -107,7 +107,7 @@ class OrderBounds:
         self.sizes = sizes
         self.bound_of = bound_of
         self.ring_bits = ring_bits
-        self.clusters = orders.node_types  # each cluster is one node type here
+        self.clusters = orders.node_types  # each cluster is a node type here
         #: (cluster, next cluster) -> bits/s
         self.rates_bps = rates_between(orders.network)
         #: Rates of the best links that connect all clusters, fastest first.
@@ -119,7 +119,7 @@ class OrderBounds:
         self.micro_batches = 0  # set from the first sample
         #: Cluster -> least seconds of a first stage on it after its last backward pass.
         self.first_stage_end_s = [inf] * len(self.clusters)
-        #: Least seconds of one micro-batch's passes and messages inside clusters.
+        #: Least seconds of a micro-batch's passes and messages inside clusters.
         self.inside_s = inf
         for first in self.clusters:
             others = [*self.clusters[first + 1 :], *self.clusters[:first]]
@@ -151,7 +151,7 @@ class OrderBounds:
         return cluster_ranks % stage_ranks == 0
 
     def _read_chain(self, chain: Sequence[int]) -> None:
-        """Keep the seconds of messages and work that the bound of one sample pipeline has.
+        """Store the seconds of messages and work that the bound of a sample pipeline has.
 
         Sets, for the clusters a -> b -> ... -> z of the sample: links[a, b], ... (an activation
         between neighbours), tied_s[a, z] (all-reduce of the tied embedding), first_stage_end_s[a]
@@ -161,11 +161,11 @@ class OrderBounds:
         Args:
             chain: All clusters, in the order in which the sample pipeline passes them.
         """
-        # A group for each cluster: there is one placement with this order.
+        # A group for each cluster: there is a single placement with this order.
         (placement,) = self.orders.placements_of(self.sizes, tuple((cluster,) for cluster in chain))
         bound = self.bound_of(placement)
         stages_per_cluster = bound.stage_count // len(chain)
-        # Last stages of all clusters but the last one: their stage links leave the cluster.
+        # Last stages of all clusters but the last cluster: their stage links leave the cluster.
         borders = range(stages_per_cluster - 1, bound.stage_count - 1, stages_per_cluster)
         # interval_s: least seconds between messages that follow each other on the stage link
         for pair, stage in zip(zip(chain, chain[1:]), borders):
@@ -174,8 +174,8 @@ class OrderBounds:
         tied_s = bound.tied_s[0]
         self.tied_s[first, chain[-1]] = tied_s
         # bound.first_stage_end_s(): least seconds from the first stage's last backward pass to the
-        # end of the step. It includes the tied embedding's all-reduce, which depends on the last
-        # cluster, too. So that part is subtracted here and kept apart.
+        # end of the step. It includes the tied embedding's all-reduce. This part depends on the last
+        # cluster, too, so it is subtracted here and stored separately.
         first_end_s = bound.first_stage_end_s() - tied_s
         self.first_stage_end_s[first] = min(self.first_stage_end_s[first], first_end_s)
         self.micro_batches = bound.micro_batches
@@ -188,8 +188,8 @@ class OrderBounds:
     def below(self, best_s: float) -> OrderSearch:
         """Search the clusters' orders for placements with a lower bound below `best_s` seconds.
 
-        Best-first search (A*): it extends the beginning of an order with the least bound by one
-        group of clusters. It stops early after extending MAX_EXTENDED beginnings or finding
+        Best-first search (A*): it extends the beginning of an order that has the least bound by
+        another group of clusters. It stops early after extending MAX_EXTENDED beginnings or finding
         MAX_BOUNDED placements. Then `remaining_s` of the result is a lower bound for all orders
         that were not examined.
         """
@@ -205,7 +205,7 @@ class OrderBounds:
         for _ in range(MAX_EXTENDED):
             if not heap or heap[0].bound_s >= best_s or bounded == MAX_BOUNDED:
                 break
-            prefix = heapq.heappop(heap)  # the one with the least bound
+            prefix = heapq.heappop(heap)  # with the least bound
             if prefix.clusters == len(self.clusters):  # a complete order
                 for placement in self.orders.placements_of(self.sizes, prefix.groups):
                     bounded += 1
@@ -226,8 +226,8 @@ class OrderBounds:
         """Yield the groups of unused clusters that can come next in an order.
 
         The clusters of a group share stages. Of interchangeable clusters, those with lower numbers
-        are used first. So two orders that differ only in which of two equal clusters comes first
-        are tried once.
+        are used first. So of two orders that differ only by an exchange of equal clusters, a single
+        order is tried.
 
         Args:
             prefix: First groups of the order, and the size of every group.
@@ -257,7 +257,7 @@ class OrderBounds:
             3. The last gradient comes back over the chain. Meanwhile groups of several clusters sum
                their gradients over the links between clusters: the longer of the two counts.
 
-        Groups of one cluster sum no gradients between clusters. For them the bound adds the passes
+        Groups of a single cluster sum no gradients between clusters. For them the bound adds the passes
         inside clusters, and the first stage's work after its last backward pass. It is a lower
         bound as the best link is assumed between groups that are not chosen yet.
 
@@ -269,7 +269,7 @@ class OrderBounds:
         # are open.
         open_borders = len(self.clusters) // group_size - len(groups)
         chains = [[self.links[pair] for pair in zip(chain, chain[1:])] for chain in zip(*groups)]
-        # One way: one activation from the first group to the last one. All down: all activations.
+        # One way: an activation from the first group to the last. All down: all activations.
         chosen_s = max(_chain_s(chain, group_size) for chain in chains)
         one_way_s = chosen_s + open_borders * self._least_link_s(group_size)
         # interval_s: seconds between two messages that follow each other on a link
@@ -278,7 +278,7 @@ class OrderBounds:
             intervals_s.append(self._least_interval_s())
         all_down_s = one_way_s + (self.micro_batches - 1) * max(intervals_s) / group_size
         messages_s = one_way_s + all_down_s
-        if group_size > 1:  # groups of one cluster have no reduction between clusters
+        if group_size > 1:  # groups of a single cluster have no reduction between clusters
             reduction_s = self._reduction_s(groups, open_borders, group_size)
             return max(messages_s, all_down_s + reduction_s)
         (first,) = groups[0]
@@ -289,7 +289,7 @@ class OrderBounds:
         return self.inside_s + messages_s + end_s
 
     def _least_interval_s(self) -> float:
-        """Return the least seconds between two messages on any link between clusters."""
+        """Return the shortest time from one message to the next on any link between clusters, in seconds."""
         return min(link.interval_s for link in self.links.values())
 
     def _least_link_s(self, group_size: int) -> float:
@@ -306,14 +306,14 @@ class OrderBounds:
         return _chain_s([least], group_size)
 
     def _least_tied_s(self, groups: Groups, open_borders: int) -> float:
-        """Return the least seconds of the tied embedding's all-reduce, for groups of one cluster.
+        """Return the least seconds of the tied embedding's all-reduce, for groups of a single cluster.
 
         The first and the last stage both have the tied embedding. So this all-reduce runs between
         the first and the last cluster of the order. While the last cluster is open, every cluster
         that is not used yet may be the last, and the least of their times is a lower bound.
 
         Args:
-            groups: First groups of the order, of one cluster each.
+            groups: First groups of the order, of a single cluster each.
             open_borders: Number of groups that are not chosen yet; 0: the order is complete.
         """
         (first,) = groups[0]
@@ -323,9 +323,9 @@ class OrderBounds:
         return min(self.tied_s[first, last] for last in last_clusters)
 
     def _reduction_s(self, groups: Groups, open_borders: int, group_size: int) -> float:
-        """Return the least seconds to sum all gradients in rings, one for each group of clusters.
+        """Return the least seconds to sum all gradients in rings, with a ring for each group of clusters.
 
-        A ring goes around the clusters of a group, which share stages. How many layers, and so
+        A ring goes around the clusters of a group. These share stages. How many layers, and so
         gradients, a group has is open. At best all groups end at the same time: then all gradients
         take their bits / the sum of the rings' rates.
 
@@ -342,7 +342,7 @@ class OrderBounds:
             for group in groups
         )
         # A group that is not chosen yet: a ring around its clusters contains a tree of `peers`
-        # links, and its rate is that of the slowest one. tree_bps are the links of the maximum
+        # links, and its rate is that of the slowest link. tree_bps are the links of the maximum
         # spanning tree of all clusters, fastest first. In every tree of n links, the slowest is no
         # faster than the n-th of these: tree_bps[n - 1], here n = peers.
         open_rings_bps = open_borders * self.tree_bps[peers - 1]
@@ -352,12 +352,12 @@ class OrderBounds:
 
 
 def _chain_s(links: Sequence[_ClusterLink], group_size: int) -> float:
-    """Return the seconds of an activation over the links of a chain, one after the other.
+    """Return the seconds of an activation over the links of a chain, in sequence.
 
-    A chain carries 1 / group_size of each micro-batch. The times of a link are for a whole one:
+    A chain carries 1 / group_size of each micro-batch. The times of a link are for a whole activation:
     `total_s` is its latency and the time of the bytes, `interval_s` the time of the bytes alone.
     Example: of 5 ms in total, 4 ms are for the bytes. With two clusters in a group, half of the
     bytes go over this chain, and the activation takes 3 ms.
     """
-    saved_share = 1 - 1 / group_size  # of the bytes, which go over other chains
+    saved_share = 1 - 1 / group_size  # of the bytes: these go over other chains
     return sum(link.total_s - link.interval_s * saved_share for link in links)

@@ -1,9 +1,9 @@
-"""Lower bounds on the time that one pipeline stage takes for all its passes under 1F1B.
+"""Lower bounds on the time that a pipeline stage takes for all its passes under 1F1B.
 
-The bounds hold for every way to split the layers into stages. Letters of the formulas, for one
+The bounds hold for every way to split the layers into stages. Letters of the formulas, for a
 stage:
 
-    f, b    seconds of a forward and of a backward pass of one micro-batch; w = f + b
+    f, b    seconds of a forward and of a backward pass of a micro-batch; w = f + b
     m       number of micro-batches
     u       warm-up depth: micro-batches that the stage begins before its first backward pass
     D       round trip: seconds from the end of a forward pass on the stage until the micro-batch has passed
@@ -24,20 +24,18 @@ from holmes_ext.planner.bound.updates import ROUNDING
 class PassTimes(NamedTuple):
     """Least seconds of all passes of a stage under 1F1B, without round trips.
 
-    A round trip is the time of a micro-batch on the later stages, there and back, for which this
-    stage waits. seconds() adds it. PassBounds._pass_times() makes this record for a number of
-    layers.
+    A round trip is the time of a micro-batch on the later stages, there and back. This stage waits
+    for it. seconds() adds it. PassBounds._pass_times() makes this record for a number of layers.
     """
 
-    one_trip_s: float  # if the stage waits for one round trip
-    two_trips_s: (
-        float  # if it waits for two: the first micro-batch's and the last one's; -inf if m <= u
-    )
-    many_trips_s: float  # if it waits for rounds + 1
+    one_trip_s: float  # if the stage waits for a single round trip
+    #: If it waits for the round trips of the first and of the last micro-batch; -inf if m <= u.
+    two_trips_s: float
+    many_trips_s: float  # if it waits for rounds + 1 round trips
     rounds: int  # most rounds of u micro-batches after the first micro-batch: (m - 1) // u
 
     def seconds(self, round_trip_s: float) -> float:
-        """Return the least seconds of all passes if one round trip takes `round_trip_s` seconds."""
+        """Return the least seconds of all passes if a round trip takes `round_trip_s` seconds."""
         one_trip = self.one_trip_s + round_trip_s
         two_trips = self.two_trips_s + 2 * round_trip_s
         many_trips = self.many_trips_s + (self.rounds + 1) * round_trip_s
@@ -48,15 +46,15 @@ class PassBounds(StageBounds):
     """Lower bounds on the time of every stage's passes under 1F1B, for any number of layers."""
 
     def _sum_along_pipeline(self) -> None:
-        """Set the least seconds of one micro-batch before and behind each stage.
+        """Set the least seconds of a micro-batch before and behind each stage.
 
-        They become attributes of this object: lists by stage, with one layer on every stage. Down
+        They become attributes of this object: lists by stage, with 1 layer on every stage. Down
         is the way of an activation from the first stage to the last, up that of its gradient back.
 
             down_s, up_s, links_before_s    forward passes, backward passes and messages (one way)
-                                            on the stages before this one
-            round_trip_s                    from this stage down to the last one, and up to it again
-            layer_down_s, layer_up_s, layer_round_trip_s    what each further layer adds at least
+                                            on the stages before this stage
+            round_trip_s                    from this stage down to the last, and up to it again
+            layer_down_s, layer_up_s, layer_round_trip_s    least seconds that each further layer adds
         """
         stages = range(self.stage_count)
         forward_s = map(sum, zip(self.forward_s, self.extra_forward_s))
@@ -78,13 +76,13 @@ class PassBounds(StageBounds):
             + 2 * (all_links_s - self.links_before_s[stage])
             for stage in stages
         ]
-        #: Least seconds that one more layer on the stages before adds, forward (down) and backward
+        #: Least seconds that another layer on the stages before adds, forward (down) and backward
         #: (up).
         self.layer_down_s = list(accumulate(self.forward_s, min, initial=inf))
         self.layer_up_s = list(accumulate(self.backward_s, min, initial=inf))
         # Item n: the least over the last n stages. Stage s has stage_count - 1 - s stages behind.
         least_of_last_s = list(accumulate(reversed(self.block_s), min, initial=inf))
-        #: Least seconds that one more layer on the stages behind adds to the round trip.
+        #: Least seconds that another layer on the stages behind adds to the round trip.
         self.layer_round_trip_s = [
             least_of_last_s[self.stage_count - 1 - stage] for stage in stages
         ]
@@ -96,13 +94,13 @@ class PassBounds(StageBounds):
     def _flow_ends(self) -> list[float]:
         """Return, for each stage, the earliest end of its last backward pass, without its layers.
 
-        All activations pass the slowest stage link one after the other: each `interval_s` (seconds)
-        after the one before. Then the gradient of the last one comes back from the last stage to
-        this one. How many layers this stage has in its last backward pass is open, so their time is
-        not included: the caller adds it. The result is in seconds from the step's start.
+        All activations pass the slowest stage link in sequence, `interval_s` seconds apart. Then the
+        gradient of the last activation comes back from the last stage to this stage. How many layers
+        this stage has in its last backward pass is not known, so their time is not included: the
+        caller adds it. The result is in seconds from the step's start.
         """
-        # down_s[-1], up_s[-1], links_before_s[-1]: sums over all stages, with one layer on each.
-        further_layers = self.layer_count - self.stage_count  # besides one on each stage
+        # down_s[-1], up_s[-1], links_before_s[-1]: sums over all stages, with 1 layer on each.
+        further_layers = self.layer_count - self.stage_count  # besides 1 on each stage
         first_activation_down_s = (
             self.down_s[-1] + further_layers * min(self.forward_s) + self.links_before_s[-1]
         )
@@ -111,9 +109,9 @@ class PassBounds(StageBounds):
             + self.links_before_s[-1]
             + self.up_s[-1]
         )
-        # The gradient reaches a stage earlier than it leaves the first one. Subtract the way in
+        # The gradient reaches a stage earlier than it leaves the first stage. Subtract the way in
         # between: links and backward passes (up_s) of the stages before. Also subtract the backward
-        # pass of this stage's one layer, as the caller adds those of all its layers.
+        # pass of this stage's single layer, as the caller adds those of all its layers.
         return [
             last_gradient_at_first_s
             - self.links_before_s[stage]
@@ -123,11 +121,11 @@ class PassBounds(StageBounds):
         ]
 
     def _blocked_up_s(self, stage: int) -> float:
-        """Return the seconds for which sending one gradient to the stage before blocks a stage."""
+        """Return the seconds for which sending a gradient to the stage before blocks a stage."""
         return self.sender_blocked_s[stage - 1] if stage else 0.0
 
     def _blocked_both_s(self, stage: int) -> float:
-        """Return the seconds for which sending one activation and one gradient blocks a stage."""
+        """Return the seconds for which sending an activation and a gradient blocks a stage."""
         blocked_down_s = 0.0
         if stage < self.stage_count - 1:
             blocked_down_s = self.sender_blocked_s[stage]
@@ -149,25 +147,25 @@ class PassBounds(StageBounds):
         """Compute the least seconds of all passes of a stage, without its waits for round trips.
 
         A round trip is the time of a micro-batch on the later stages, there and back. A stage with
-        1F1B has at most `warm_up` micro-batches under way, so it waits for one round trip or more.
+        1F1B has at most `warm_up` micro-batches under way, so it waits for at least 1 round trip.
         The result has a sum of the stage's own passes and sends for several numbers of round trips.
         With the round trips added, each is a lower bound, and the caller takes the largest.
         """
         micro_batches = self.micro_batches
         warm_up = self._warm_up_with(stage, layers)
-        # Seconds for which sends block the stage (0 if they do not): up is one gradient to the
-        # stage before; both is one gradient, and one activation to the next stage.
+        # Seconds for which sends block the stage (0 if they do not): up is a gradient to the stage
+        # before; both is a gradient, and an activation to the next stage.
         blocked_up_s = self._blocked_up_s(stage)
         blocked_both_s = self._blocked_both_s(stage)
         forward_s = layers * self.forward_s[stage] + self.extra_forward_s[stage]
         pair_s = layers * self.block_s[stage] + self.extra_s[stage]  # a forward and a backward pass
-        # One round trip: the first backward pass waits for the first micro-batch's. Meanwhile the
-        # stage computes only warm_up - 1 forward passes, which the trip hides. The terms:
+        # A single round trip: the first backward pass waits for that of the first micro-batch.
+        # Meanwhile the stage computes only warm_up - 1 forward passes: the trip hides them. The terms:
         #   all passes
         #   less the forward passes that the trip hides
         #   after the warm-up, each pair of passes sends an activation and a gradient
         #   at the end, warm_up backward passes are left: each sends a gradient, and all of these
-        #   sends but the last one delay a later pass
+        #   sends but the last delay a later pass
         one_trip_s = (
             micro_batches * pair_s
             - (warm_up - 1) * forward_s
@@ -179,15 +177,15 @@ class PassBounds(StageBounds):
             """Return the seconds if the last `rounds` * `warm_up` micro-batches come in rounds.
 
             A pair is a forward and a backward pass of this stage. A micro-batch begins only when
-            the backward pass of the one `warm_up` before it has ended. So a round takes one pair
-            and one round trip. Before the rounds come the first micro-batch, with a pair and a
+            the backward pass of the micro-batch `warm_up` before it has ended. So a round takes a
+            pair and a round trip. Before the rounds come the first micro-batch, with a pair and a
             trip, and the pairs of the micro-batches that belong to no round. The round trips are
             not in the result.
             """
             pairs_before = micro_batches - 1 - rounds * warm_up  # micro-batches in no round
             pairs = 1 + pairs_before + rounds
             # Between two of the pairs before the rounds, the stage sends an activation and a
-            # gradient, which may block it.
+            # gradient; this may block it.
             sends_between = max(0, pairs_before - 1)
             return pairs * pair_s + sends_between * blocked_both_s
 
@@ -210,7 +208,7 @@ class PassBounds(StageBounds):
         warm_up = self.warm_up[stage]
         if not self.async_stage_links or costs.room_bytes[stage] == inf:
             return warm_up
-        # Bytes of one micro-batch's activations, and of weights, gradients and optimizer.
+        # Bytes of a micro-batch's activations, and of weights, gradients and optimizer.
         kept_bytes = self._stage_bytes(stage, layers, costs.kept_bytes)
         if not kept_bytes:
             return warm_up
@@ -229,7 +227,7 @@ class PassBounds(StageBounds):
         gradients and optimizer state.
 
         Args:
-            stage: The first stage also has the embedding, the last one the output layer.
+            stage: Number of the stage. The first also has the embedding, the last the output layer.
             layers: Number of transformer layers (blocks).
             layer_bytes: Bytes of (embedding, block, output layer).
         """

@@ -1,8 +1,8 @@
 """Lower bound on the step time of all plans that have the same parallel sizes.
 
-A "shape" fixes the parallel sizes, micro-batch, recomputation and ZeRO stage; which nodes hold
-which stage is still open. The bound has two parts: the computation of all clusters together, and
-the traffic that must cross between clusters.
+A "shape" fixes the parallel sizes, micro-batch, recomputation and ZeRO stage, but not yet which nodes
+hold which stage. The bound has two parts: the computation of all clusters together, and the traffic
+that must cross between clusters.
 
 A node type is a cluster (with its GPUs and fabrics). 1F1B, warm-up depth and chunk are Megatron's
 terms.
@@ -30,7 +30,7 @@ FORWARD_SHARE_MARGIN = 1.2
 
 
 class _BlockTimes(NamedTuple):
-    """Seconds of one transformer layer (block) for one micro-batch on the GPUs of one cluster.
+    """Seconds of a transformer layer (block) for a micro-batch on the GPUs of a cluster.
 
     A node type is a cluster here. ShapeBound._block_times() makes this record.
     """
@@ -54,7 +54,7 @@ class ShapeBound:
         self.job = prices.job
         self.stage_ranks = network.world // shape.pipeline
         self.sizes = shape.sizes().complete(network.world)
-        #: Ranks of each node type, which is a cluster.
+        #: Ranks of each node type (here: of each cluster).
         self.ranks = [len(names) * width for names, width in zip(network.names, network.widths)]
 
     @property
@@ -65,7 +65,7 @@ class ShapeBound:
     def computing_s(self) -> float:
         """Return a lower bound on the step time from the computation of all stages, in seconds.
 
-        It assumes an ideal case, which can only shorten the step: each stage lies inside one
+        It assumes an ideal case that can only shorten the step: each stage lies inside a single
         cluster, layers can be divided into fractions, activations take the fastest network, and
         gradients are reduced in the cheapest way. The result is inf if even the largest GPU memory
         cannot hold the layers.
@@ -90,7 +90,7 @@ class ShapeBound:
         """Return a lower bound on the step time under a 1F1B schedule, in seconds.
 
         It is the largest of five bounds: computation without idle time, computation that the first
-        micro-batch's round trip cannot hide, round trips one after the other, the messages of one
+        micro-batch's round trip cannot hide, round trips in sequence, the messages of a
         stage link, and passes with the gradient reduction. Layers may be fractions, so all stages
         can take equally long.
 
@@ -103,17 +103,17 @@ class ShapeBound:
         layers = self.job.blocks
         micro_batches = self.shape.micro_batches
         warm_up = self._largest_warm_up()  # micro-batches begun before the first backward pass
-        # Seconds in which all stages together compute one micro-batch, if none is idle. Each node
+        # Seconds in which all stages together compute a micro-batch, if none is idle. Each node
         # type computes count / both_s blocks in a second.
         blocks_per_s = sum(count / block.both_s for count, block in zip(stage_counts, times))
         micro_batch_s = layers / blocks_per_s
-        # A round trip: one micro-batch passes all stages and links, forward and back.
+        # A round trip: a micro-batch passes all stages and links, forward and back.
         links = self.shape.pipeline - 1
         link_s = self.stage_link_s()
         fastest_s = layers * min(block.both_s for block in times)
         round_trip_s = fastest_s + 2 * links * link_s
 
-        # Bound 1: all passes on all stages, which are never idle.
+        # Bound 1: all passes on all stages, if no stage is ever idle.
         compute_s = micro_batches * micro_batch_s
         # Bound 2: the first micro-batch's round trip, and then the passes of the other micro-batches,
         # except those forward passes that stages can compute during the trip.
@@ -123,7 +123,7 @@ class ShapeBound:
         # takes a round trip.
         rounds = (micro_batches - 1) // warm_up + 1
         in_rounds_s = rounds * round_trip_s
-        # Bound 4: all activations pass a stage link, one after the other.
+        # Bound 4: all activations pass a stage link in sequence.
         hides_links = self.prices.hide_stage_links
         link_interval_s = self.stage_link_s(latency=False) if hides_links else link_s
         messages_s = micro_batches * link_interval_s
@@ -186,21 +186,21 @@ class ShapeBound:
             reductions_s: Least seconds for the gradients of a block on each node type.
             warm_up: Largest number of micro-batches that a stage begins before its first backward
                 pass.
-            link_s: Least seconds of an activation from a stage to the next one.
+            link_s: Least seconds of an activation from a stage to the next.
         """
-        # Seconds of one block of a stage after the way down: all its passes and its reduction.
+        # Seconds of a block of a stage after the way down: all its passes and its reduction.
         block_s = []
         for block, reduction_s in zip(times, reductions_s):
             backward_s = block.both_s - block.forward_s
             exposed_s = max(0.0, reduction_s - backward_s)  # the last backward pass hides the rest
-            # While the stage waits for its first gradient it can do warm_up - 1 forward passes,
-            # which so may cost no time: subtract them.
+            # While the stage waits for its first gradient it can do warm_up - 1 forward passes. So
+            # these may cost no time: subtract them.
             passes_s = self.shape.micro_batches * block.both_s - (warm_up - 1) * block.forward_s
             # `down_s` below has the first forward pass of every block: subtract it here.
             block_s.append(passes_s + exposed_s - block.forward_s)
         fastest_forward_s = self.job.blocks * min(block.forward_s for block in times)
         down_s = fastest_forward_s + (self.shape.pipeline - 1) * link_s
-        if min(block_s) <= 0:  # few micro-batches: no bound beyond the first one's way down
+        if min(block_s) <= 0:  # few micro-batches: no bound beyond the way down of the first
             return down_s
         blocks_per_s = sum(count / seconds for count, seconds in zip(stage_counts, block_s))
         return down_s + self.job.blocks / blocks_per_s
@@ -234,8 +234,8 @@ class ShapeBound:
             count for count, block in zip(stage_counts, times) if block.both_s == slowest_block_s
         )
         # The last of the slowest stages computes all micro-batches. Before that the first
-        # micro-batch passes one chunk of each other slowest stage forward, and after that the last
-        # one passes them backward. Both use the stage links in between.
+        # micro-batch passes a chunk of each other slowest stage forward, and after that the last
+        # micro-batch passes them backward. Both use the stage links in between.
         others = max(0.0, slowest_stages - 1)
         passes_of_others = others / chunks  # in passes of a whole stage
         compute_s = slowest_stage_s * (micro_batches + passes_of_others) + 2 * others * link_s
@@ -254,13 +254,12 @@ class ShapeBound:
         return max(compute_s, messages_s, with_reduction_s)
 
     def _block_times(self, node_type: int) -> _BlockTimes:
-        """Return the times of one transformer layer (block) of a stage inside one cluster.
+        """Return the times of a transformer layer (block) of a stage inside a cluster.
 
         They include the tensor, context and expert parallel collectives of the layer.
 
         Args:
-            node_type: Number of the cluster; the network numbers node types, each of which is a
-                cluster.
+            node_type: Number of the cluster (the network numbers node types; here each is a cluster).
         """
         gpu = self.job.gpu_of(self.network.cluster(node_type))
         block = self.job.block
@@ -268,7 +267,7 @@ class ShapeBound:
         def collective_s() -> float:
             """Return the seconds of a block's tensor, context and expert parallel collectives.
 
-            Forward and backward pass together. They depend on the nodes of one stage only. So they
+            Forward and backward pass together. They depend on the nodes of a single stage. So they
             are priced on the smallest placement with a stage of `stage_ranks` ranks in the cluster
             `node_type`: this stage alone, or the stages that share its node.
             """
@@ -277,15 +276,13 @@ class ShapeBound:
             nodes = max(1, self.stage_ranks // processes)
             sizes = replace(self.sizes, pipeline=stages)
             placement = Placement(sizes, processes, node_runs=((node_type, nodes),))
-            # fold(): the nodes of stage 0 in a compact form, which the cost model prices
+            # fold(): the nodes of stage 0 in a compact form; the cost model prices this form
             fold, (stage,) = self.prices.fold(placement, 0)
             return self.prices.collective_s(fold, stage)
 
         group_sizes = (self.shape.tensor, self.shape.context, self.shape.expert)
         collective_bytes = (block.tensor_bytes, block.context_bytes, block.expert_bytes)
-        collectives_s = (
-            0.0  # of one pass: half of them are in the forward pass, half in the backward pass
-        )
+        collectives_s = 0.0  # of a pass: half of them are in the forward, half in the backward pass
         if max(group_sizes) > 1:
             key = ("alone", node_type, self.stage_ranks, group_sizes, collective_bytes, gpu)
             # remember(): computed once for each key, for all shapes of a search
@@ -321,7 +318,7 @@ class ShapeBound:
     def stage_link_s(self, latency: bool = True) -> float:
         """Return the least seconds for an activation from a stage to the next.
 
-        Which nodes hold the stages is open, so the network with the shortest time is assumed. The
+        It is not known which nodes hold the stages, so the network with the shortest time is assumed. The
         bound is 0 if neighbouring stages may share a node.
 
         Args:
@@ -330,7 +327,7 @@ class ShapeBound:
         if self.shape.pipeline == 1 or self._stages_may_share_node():
             return 0.0
         message_bytes = self.job.block.activation_bytes
-        # Over Ethernet, each tensor parallel rank sends one slice of the message, as all of them
+        # Over Ethernet, each tensor parallel rank sends a slice of the message, as all of them
         # have the same activation. It may be compressed, too.
         # The number of slices depends on the parallel sizes only: a placement without nodes will do.
         without_nodes = Placement(self.sizes, self.network.processes, node_runs=())
@@ -343,7 +340,7 @@ class ShapeBound:
         )
 
     def _stages_may_share_node(self) -> bool:
-        """Return whether a plan may put ranks of two neighbouring stages on one node.
+        """Return whether a plan may put ranks of two neighbouring stages on the same node.
 
         This is so in two cases: the ranks of a stage do not fill nodes; or each cluster can hold
         whole pipelines, and a stage's ranks in some cluster do not fill nodes.
@@ -362,7 +359,7 @@ class ShapeBound:
         """Return the seconds in which a node's ranks send a message each, on the best network.
 
         Over Ethernet, tensor parallel ranks do not all send the same activation: each sends a slice
-        of it, which may be compressed. Over fast networks each rank sends the whole message.
+        of it, possibly compressed. Over fast networks each rank sends the whole message.
 
         Args:
             message_bytes: Bytes of a message.
@@ -386,19 +383,19 @@ class ShapeBound:
         return min(seconds)
 
     def _reduction_s(self, node_type: int) -> float:
-        """Return the least seconds in which a stage reduces the gradients of one layer (block).
+        """Return the least seconds in which a stage reduces the gradients of a layer (block).
 
         A plan reduces them in one of two ways. A hierarchical all-reduce contains a ring inside
-        this cluster; otherwise one ring has all ranks of the data parallel group. The result is the
+        this cluster; otherwise a single ring has all ranks of the data parallel group. The result is the
         time of the faster ring, so it is a lower bound for both ways. How many ranks of a group are
         in this cluster is open; an equal number in each cluster is assumed, the cheapest case.
 
-        The result is 0, which means no bound, in three cases: ZeRO 2 and 3 reduce earlier in the
+        The result is 0 (no bound) in three cases: ZeRO 2 and 3 reduce earlier in the
         step; stages that do not fill nodes may have data parallel groups inside a node, without
         network traffic; and with a WAN, crossing_s() bounds the traffic.
 
         Args:
-            node_type: Number of the cluster, which has some of the stage's ranks.
+            node_type: Number of the cluster; it has some of the stage's ranks.
         """
         shape = self.shape
         network = self.network
@@ -464,7 +461,7 @@ class ShapeBound:
     def ring_bits(self) -> float:
         """Bits of all gradients that ring all-reduces between clusters must carry.
 
-        Lower bounds divide it by the rates of the links. It is 0, which means no bound, if the
+        Lower bounds divide it by the rates of the links. It is 0 (no bound) if the
         gradients travel in other ways: with ZeRO, experts, compression, or direct exchanges between
         all pairs of clusters with gloo (rules.direct).
         """
@@ -473,5 +470,5 @@ class ShapeBound:
         has_experts = block.expert_parameters
         if rules.direct or self.shape.zero or has_experts or rules.compress != "off":
             return 0.0
-        # total_bytes are those of one tensor parallel rank; each of these ranks has its own ring.
+        # total_bytes are those of a tensor parallel rank; each of these ranks has its own ring.
         return 8 * self.shape.tensor * self.job.total_bytes

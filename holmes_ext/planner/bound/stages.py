@@ -4,15 +4,15 @@ A placement fixes which nodes hold which stage; the number of layers of each sta
 Every value here holds for each number of layers, so the bounds on the step time (least.py,
 chunks.py) can rest on it.
 
-A stage link is the connection over which a stage sends activations to the next one, and gradients
-come back.
+A stage link is the connection between a stage and the next: activations are sent over it, and their
+gradients come back.
 
-A Fold (plan/placement.py) is a compact form of some stages' nodes: it looks at one rank of each set
-of equal ranks. A pipeline consists of the ranks with the same index in each stage; pipelines on
-equal nodes are of one class, and equal groups of a stage are a family.
+A Fold (plan/placement.py) is a compact form of some stages' nodes: it keeps a representative of each
+set of equal ranks. A pipeline consists of the ranks with the same index in each stage; pipelines on
+equal nodes form a class, and equal groups of a stage are a family.
 
 Other traffic on the same NIC or link could only make a stage slower. So a bound counts the messages
-of one pipeline class only, or the reductions of one stage only.
+of a single pipeline class, or the reductions of a single stage.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class AfterBackward:
     update: LinearCost
     #: The reduction overlaps with the last backward pass.
     overlapped: bool
-    #: Seconds for which one block's reduction occupies the NIC that carries activations inside the
+    #: Seconds for which a block's reduction occupies the NIC that carries activations inside the
     #: cluster.
     shared_nic_block_s: float
 
 
 class StageBounds:
-    """Lower bounds on the work of every stage of one placement (lists: one entry a stage)."""
+    """Lower bounds on the work of every stage of a placement (lists: an entry for each stage)."""
 
     def __init__(self, prices: Prices, placement: Placement, costs: StageCosts, run: Execution):
         """Read the compute times and the memory limits.
@@ -77,13 +77,13 @@ class StageBounds:
         self.stage_count = costs.stages
         self.layer_count = costs.blocks
         self.micro_batches = costs.micro_batches
-        #: Seconds of one block, and of the embedding (first stage) and the output layer (last
+        #: Seconds of a block, and of the embedding (first stage) and the output layer (last
         #: stage).
         self.forward_s, self.extra_forward_s = _block_and_extra(costs.forward_s)
         self.backward_s, self.extra_backward_s = _block_and_extra(costs.backward_s)
         self.block_s = [f + b for f, b in zip(self.forward_s, self.backward_s)]
         self.extra_s = [f + b for f, b in zip(self.extra_forward_s, self.extra_backward_s)]
-        #: Largest number of layers for which the stage's memory has room.
+        #: Largest number of layers that fit the stage's memory.
         self.max_layers = self._max_layers()
 
     def _max_layers(self) -> list[int]:
@@ -105,9 +105,9 @@ class StageBounds:
     def bound_communication(self) -> None:
         """Set the lower bounds on messages, reductions and the work after the last backward pass.
 
-        They become attributes of this object: lists with one entry for each stage, or for each
-        stage but the last one (messages to the next stage). Two flags that the bounds on the step
-        need are set, too: is_homogeneous and has_norm_barrier.
+        They become attributes of this object: lists with an entry for each stage, or for each stage
+        but the last (messages to the next stage). Two flags that the bounds on the step need are
+        set, too: is_homogeneous and has_norm_barrier.
         """
         self._bound_messages()
         self._bound_reductions()
@@ -129,7 +129,7 @@ class StageBounds:
         self.slowest_rank_index, messages = slowest_messages(
             self.prices, self.placement, self.stage_count
         )
-        #: From the last stage back to the first one (interleaved schedules).
+        #: From the last stage back to the first (interleaved schedules).
         self.last_to_first = messages[-1]
         to_next_stage = messages[:-1]
         #: Seconds from sending an activation on stage s to its arrival on stage s + 1.
@@ -144,7 +144,7 @@ class StageBounds:
             self.sender_blocked_s = [message.sender_blocked_s for message in to_next_stage]
         #: Warm-up depth: micro-batches that the stage may begin before its first backward pass.
         self.warm_up = [min(depth, self.micro_batches) for depth in self._max_warm_up()]
-        #: Seconds for which one micro-batch's messages occupy the stage's NIC.
+        #: Seconds for which a micro-batch's messages occupy the stage's NIC.
         self.nic_busy_s = self._nic_busy_s(messages)
         #: The same if the reduction uses that NIC, too (AfterBackward.shared_nic_block_s); else 0.
         self.shared_nic_busy_s = []
@@ -154,17 +154,19 @@ class StageBounds:
             self.shared_nic_busy_s.append(busy_s if is_shared else 0.0)
 
     def _bound_reductions(self) -> None:
-        """Set the lower bounds on the work after the last backward pass."""
+        """Set the lower bounds on the work after the last backward pass, and the stages of each node."""
         scatter_share = REDUCE_SCATTER_SHARE if self.run.engine.scatters else 1.0
+        share_of_zero = (1.0, scatter_share, 0.0, 0.0)  # for ZeRO 0, 1, 2 and 3
         #: Traffic of the sum of gradients at the step's end, divided by that of an all-reduce: half
         #: for a reduce-scatter (ZeRO 1), 0 if each micro-batch sums its own (ZeRO 2 and 3).
-        self.all_reduce_share = (1.0, scatter_share, 0.0, 0.0)[self.run.zero]  # ZeRO 0, 1, 2 and 3
+        self.all_reduce_share = share_of_zero[self.run.zero]
         stages = range(self.stage_count)
+        #: By stage: its gradient reduction and update.
         self.after_backward = [self._after_backward(stage) for stage in stages]
-        # The stride is the distance in ranks from one stage to the next. Wider nodes have more stages.
-        stages_per_node = max(1, self.prices.network.processes // self.placement.stride)
-        #: Stages that share a node, node by node; empty if a node holds one stage only.
+        #: Lists of the stages on the same node; empty if each node holds ranks of a single stage.
         self.stages_of_nodes = []
+        # Consecutive ranks fill a node. Every `stride` ranks, the next stage begins.
+        stages_per_node = max(1, self.prices.network.processes // self.placement.stride)
         if stages_per_node > 1:
             for first in stages[::stages_per_node]:
                 self.stages_of_nodes.append(list(stages[first : first + stages_per_node]))
@@ -172,8 +174,8 @@ class StageBounds:
     def _max_warm_up(self) -> list[int]:
         """Return the most micro-batches that each stage may begin before its first backward.
 
-        Under 1F1B this is one for this stage and one for each later stage. A schedule that hides
-        the messages between stages needs more: one for each micro-batch that is being sent, as
+        Under 1F1B this is 1 for this stage and 1 for each later stage. A schedule that hides the
+        messages between stages needs more: another for each micro-batch that is being sent, as
         activation or as gradient, between this stage and the last. A faster pace (time between two
         micro-batches) means that more are on their way. So the fastest pace of all splits of the
         layers is assumed.
@@ -187,7 +189,7 @@ class StageBounds:
             stage_links_s.append(block_s)
         mean_stage_s = (sum(self.extra_s) + self._least_block_work_s()) / self.stage_count
         # Pairs of lists by stage link: seconds of a message, and seconds for which it occupies the
-        # link. Exclusive: each link has a NIC for itself. Shared: one NIC of a stage carries its
+        # link. Exclusive: each link has a NIC for itself. Shared: the same NIC of a stage carries its
         # links to both neighbours (share_nics), so messages take longer. Both are tried.
         exclusive = (tuple(stage_links_s), self.costs.link_load_s)
         shared = share_nics(
@@ -211,10 +213,10 @@ class StageBounds:
         return result
 
     def _least_block_work_s(self) -> float:
-        """Return the least sum, over all stages, of the seconds of one micro-batch's layers.
+        """Return the least sum, over all stages, of the seconds of a micro-batch's layers.
 
-        Embedding and output layer are not included. Every stage has one layer (block); the others
-        are on the fastest stages, as far as memory allows.
+        Embedding and output layer are not included. Every stage has 1 layer (block); the others are
+        on the fastest stages, as far as memory allows.
         """
         remaining = self.layer_count - self.stage_count
         total_s = sum(self.block_s)
@@ -229,24 +231,24 @@ class StageBounds:
     # ------------------------------------------------------------------- messages
 
     def _nic_busy_s(self, messages: Sequence[Message]) -> list[float]:
-        """Return the seconds for which one micro-batch's messages occupy each stage's NIC.
+        """Return the seconds for which a micro-batch's messages occupy each stage's NIC.
 
-        A stage between others sends an activation to the next stage, and a gradient to the one
-        before. The result is a lower bound. It is 0 for the first and the last stage, and where the
+        A stage between others sends an activation to the next stage, and a gradient to the previous
+        stage. The result is a lower bound. It is 0 for the first and the last stage, and where the
         seconds are not certain: if both messages leave through different NICs, if stages share
-        nodes, and on measured networks. (There only the rate of one message was measured; a NIC may
-        be faster than that.)
+        nodes, and on measured networks. (There only the rate of a single message was measured; a NIC
+        may be faster than that.)
 
         Args:
-            messages: For each stage, the message to the next one.
+            messages: For each stage, the message to the next stage.
         """
         result = [0.0] * self.stage_count
         network = self.prices.network
-        # The stride is the number of neighbouring ranks of one stage.
+        # The stride is the number of neighbouring ranks of a stage.
         shares_nodes = self.placement.stride % network.site.aligned_ranks != 0
         if network.links.measured or shares_nodes:
             return result
-        # The first and the last stage send in one direction only, so they never limit the step.
+        # The first and the last stage send in a single direction, so they never limit the step.
         for stage in range(1, self.stage_count - 1):
             up = messages[stage - 1]  # a gradient to the stage before is as large as its activation
             down = messages[stage]
@@ -262,7 +264,7 @@ class StageBounds:
         An update is an optimizer step and the gather of the updated weights. The bounds are
         computed once for equal stages.
         """
-        # A component is a number of neighbouring stages that share nodes (mostly one stage).
+        # A component is a set of neighbouring stages that share nodes (mostly a single stage).
         stages_per_component = self.placement.stages_per_component
         component, stage_in_component = divmod(stage, stages_per_component)
         nodes = (self.placement.parts[component], stage_in_component)
@@ -286,7 +288,7 @@ class StageBounds:
 
         An update is an optimizer step and the gather of the updated weights. Each collective has a
         price: its latency, and seconds for each byte. With the bytes of the layers, the seconds
-        become a linear function of the stage's number of layers, which is still open.
+        become a linear function of the stage's number of layers, as this is not known yet.
         """
         prices = self.prices
         run = self.run
@@ -322,8 +324,8 @@ class StageBounds:
         """Return the seconds of a stage as a linear function of its number of layers.
 
         Args:
-            stage: The first stage also has the embedding, the last one the output layer.
-            seconds: Seconds of embedding, block (one layer) and output layer.
+            stage: Number of the stage. The first also has the embedding, the last the output layer.
+            seconds: Seconds of embedding, block (a layer) and output layer.
             latency_s: Latency of the collective, once whatever the number of layers.
         """
         embedding_s, block_s, output_s = seconds
@@ -345,7 +347,7 @@ class StageBounds:
         """
         run = self.run
         if isinstance(reduction, Hierarchical):
-            # The parts inside and across clusters overlap, so the slower one counts. With a WAN
+            # The parts inside and across clusters overlap, so the slower part counts. With a WAN
             # this price is that of the default route between clusters, unless another takes less
             # than OTHER_ROUTE_SHARE (0.95) of the time for a stage of mean size. The simulation may
             # choose another route for this stage, so only 0.95 of the price is sure.
@@ -376,8 +378,8 @@ class StageBounds:
         """Return how a stage's gradients are summed, and over which data parallel groups.
 
         The simulation uses the same reduction. The groups are a "family": all groups of the stage
-        on equal nodes, which share one price. Of a stage's families it is the one with the ranks at
-        `slowest_rank_index`: the pipeline through these ranks has the slowest messages.
+        on equal nodes, so they have the same price. Of a stage's families it is that with the ranks
+        at `slowest_rank_index`: the pipeline through these ranks has the slowest messages.
         """
         prices = self.prices
         run = self.run
@@ -412,8 +414,8 @@ class StageBounds:
     def _fabric_inside_cluster(self, stage: int) -> str:
         """Return the name of the network that carries activations inside the cluster of a stage.
 
-        A stage on several clusters has a rank of each pipeline on one of them. Then the cluster of
-        the pipeline with the slowest messages is taken.
+        If a stage lies on several clusters, the cluster of the pipeline with the slowest messages is
+        taken.
         """
         # fold(): the stage's nodes, with equal ranks together. A pipeline class is all pipelines on
         # equal nodes; a node type is a cluster.
@@ -428,7 +430,7 @@ class StageBounds:
 
         Only NICs of the given fabric count; 0 if the reduction does not use it. A hierarchical
         reduction occupies NICs in several clusters, for different times. The caller needs the NIC
-        that also sends the stage's activations, which may be in any of them: the least counts.
+        that also sends the stage's activations. It may be in any of these clusters: the least counts.
 
         Args:
             reduction: Reduction of a stage.
@@ -452,23 +454,22 @@ class StageBounds:
         """Return a lower bound on the all-reduce of the tied embedding's gradient, in seconds.
 
         The first and the last stage both have the tied embedding, so its gradient is summed between
-        them. The bound is 0 if they may share a node. Of all pipelines, the one with the slowest
-        messages counts.
+        them. The bound is 0 if they may share a node. Of all pipelines, that with the slowest messages
+        counts.
         """
         prices = self.prices
         tied_bytes = prices.job.tied_bytes
         last_stage = self.stage_count - 1
-        # Ranks are numbered through the nodes, so ranks may share one if they are less apart than the
-        # widest node has ranks.
-        # The distance of a pipeline's first and last rank; stride: from one stage to the next.
+        # Distance of a pipeline's first and last rank; stride: from one stage to the next. Consecutive
+        # ranks fill a node, so both may share a node if the widest node has more ranks than that.
         distance = last_stage * self.placement.stride
         if distance < max(prices.network.widths):
             return 0.0
         # fold(): the nodes of both stages, with equal ranks together. A pipeline class is all
-        # pipelines on equal nodes; the one at slowest_rank_index has the slowest messages.
+        # pipelines on equal nodes; that at slowest_rank_index has the slowest messages.
         fold, _ = prices.fold(self.placement, 0, last_stage)
         # tied_of() prices two ways to reduce: between pairs of ranks, or hierarchically (None if
-        # impossible). alone: no other group sends at the same time, which gives the least time.
+        # impossible). alone: no other group sends at the same time; this gives the least time.
         pairs, hierarchical_reduction = prices.tied_of(
             fold, fold.pipeline_class_at(self.slowest_rank_index), alone=True
         )

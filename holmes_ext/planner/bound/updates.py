@@ -1,9 +1,9 @@
-"""Costs that are linear in a stage's layers, and intervals for the longest update of all stages.
+"""Costs that are linear in a stage's layers, and intervals of seconds for the longest update of all stages.
 
 An update is a stage's optimizer step and the gather of its new weights. The gradient norm is a barrier: no
 stage begins its update before the last gradient reduction has ended, so the longest update counts for every
-stage. Which stage has it depends on the split of the layers, which a lower bound does not know. So the bound
-is computed for each interval of possible seconds:
+stage. Its time depends on the split of the layers, and a lower bound holds for every split. So the bound is
+computed for each interval of possible seconds:
 
     interval from 1.0 s to 1.1 s    the longest update takes at least 1.0 s (this adds to the bound),
                                     and no stage has so many layers that its update takes 1.1 s or more
@@ -75,7 +75,7 @@ def update_intervals(
         end = bisect_right(seconds, seconds[start] + width_s)  # first index after the interval
         limit_s = seconds[end] if end < len(seconds) else inf
         # If the stages cannot hold all layers with updates below the limit, then every split has
-        # a longer update, and the longest one is never in this interval.
+        # a longer update, and the longest update is never in this interval.
         if _layers_below(limit_s, groups) >= layer_count:
             intervals.append(UpdateInterval(seconds[start], limit_s))
         start = end
@@ -103,7 +103,7 @@ def _layers_below(limit_s: float, groups: Sequence[StageGroup]) -> int:
     """Return the most layers that all stages together can hold if no update takes `limit_s` seconds.
 
     An update is a stage's optimizer step and the gather of its new weights. It takes longer the
-    more layers the stage has, so the limit is also one on the layers of each stage.
+    more layers the stage has, so the limit also bounds the layers of each stage.
 
     Args:
         limit_s: Seconds that every stage's update must stay below.

@@ -1,1 +1,1 @@
-"""--holmes-check: prints what a job would do and gain, and ends it before its first step."""
+"""--holmes-check: prints a job's placement, networks and predicted step, and ends it before it trains."""

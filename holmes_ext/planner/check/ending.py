@@ -57,7 +57,7 @@ def end_job(current: Session) -> NoReturn:
         SystemExit: always. The status is 0, 1 if a problem was found, or 2 if a file cannot be written.
         HolmesError: on a rank other than 0, if rank 0 gives no status.
     """
-    status = _BAD_INPUT  # unless rank 0 has a better one
+    status = _BAD_INPUT  # unless rank 0 has another status
     try:
         if current.rank == 0:
             status = _report(current)
@@ -102,8 +102,8 @@ def _agree(current: Session, status: int) -> int:
         # Each rank counts itself. With the last of them, append_entry() sets the key "ended/all".
         append_entry(current.store, f"{prefix}/ended", b"", count=1, total=process.world_size)
         # The launcher's rank 0 hosts the store. (Its ranks are process.rank; current.rank is the rank
-        # that holmes has given to this process.) With agent_store, torchrun's agent hosts it instead,
-        # which ends after all ranks.
+        # that holmes has given to this process.) With agent_store, torchrun's agent hosts it instead;
+        # the agent ends after all ranks.
         hosts_store = process.rank == 0 and not process.agent_store
         if hosts_store:
             wait_for_value(current.store, f"{prefix}/ended/all", _ALL_S)

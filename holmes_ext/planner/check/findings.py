@@ -1,4 +1,4 @@
-"""What --holmes-check reads from a started job: where each rank runs, networks of the groups, problems."""
+"""Facts that --holmes-check reads from a started job: node of each rank, networks of groups, problems."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from holmes_ext.plan.plan import Plan
     from holmes_ext.runtime.session import Session
 
-#: How messages name a group inside one node.
+#: Name in messages for the network of a group inside a node.
 _MEMORY = "memory"
 
 
 class PlacedNodes(NamedTuple):
-    """Neighbouring nodes of one cluster that have the same pipeline stages."""
+    """Neighbouring nodes of a cluster that have the same pipeline stages."""
 
     ranks: str  # "0-15"
     nodes: str  # "a[0-1]"
@@ -34,12 +34,12 @@ class PlacedNodes(NamedTuple):
 
 
 class GroupsOnNetwork(NamedTuple):
-    """Process groups of one kind that use the same network."""
+    """Process groups of the same kind that use the same network."""
 
     kind: str  # "data", "pipeline", ..., "world"
     groups: int  # number of groups
     nccl: str  # name of the network with NCCL
-    gloo: str  # name of the network with gloo, which cannot use RDMA
+    gloo: str  # name of the network with gloo (it cannot use RDMA)
 
 
 class NetworkRate(NamedTuple):
@@ -53,7 +53,7 @@ class NetworkRate(NamedTuple):
 
 @dataclass(frozen=True)
 class Findings:
-    """Facts about a started job, which the report of --holmes-check shows (report.py).
+    """Facts about a started job for the report of --holmes-check (report.py).
 
     They are read from the plan and the NICs; nothing here is predicted.
     """
@@ -98,7 +98,7 @@ def _layers_of_stages(current: Session) -> tuple[int, ...]:
 
 
 def _placed_nodes(plan: Plan, layers: tuple[int, ...]) -> Iterable[PlacedNodes]:
-    """Yield the nodes in the order of the ranks; neighbours with equal cluster and stages are one item.
+    """Yield the nodes in the order of the ranks; neighbours with equal cluster and stages share an item.
 
     Args:
         plan: The plan of the job.
@@ -119,7 +119,7 @@ def _role(plan: Plan, node: str) -> tuple[str, range]:
 
 
 def _stages_of(plan: Plan, node: str) -> range:
-    """Return the pipeline stages from the first to the last one of a node; empty without sizes."""
+    """Return the range of the pipeline stages of a node; empty without sizes."""
     if plan.sizes is None:
         return range(0)
     first_rank = plan.first_rank(node)
@@ -147,14 +147,15 @@ def _one_item(plan: Plan, nodes: list[str], layers: tuple[int, ...]) -> PlacedNo
 
 
 def _range_text(first: int, last: int) -> str:
+    """Return a range of numbers as text: "3" or "3-5"."""
     return str(first) if first == last else f"{first}-{last}"
 
 
 def _group_networks(plan: Plan) -> Iterable[GroupsOnNetwork]:
     """Yield the networks of all planned groups with two or more ranks, and the number of groups on each.
 
-    Without parallel sizes, the program's data, pipeline and other groups are not known. Then one
-    group for each cluster, of all ranks in it, shows which network a group inside this cluster uses.
+    Without parallel sizes, the program's data, pipeline and other groups are not known. Then a group of
+    all ranks of each cluster shows which network a group inside this cluster uses.
     """
     groups = list(plan.groups())  # without sizes, only the group of all ranks, "world"
     if plan.sizes is None:
@@ -170,6 +171,7 @@ def _group_networks(plan: Plan) -> Iterable[GroupsOnNetwork]:
 
 
 def _network(plan: Plan, ranks: tuple[int, ...], network_api: str) -> str:
+    """Return the name of the network that a group uses through NCCL or gloo."""
     fabric = plan.fabric_of(ranks, network_api)
     return _MEMORY if fabric is None else fabric.name
 
@@ -183,7 +185,7 @@ def _rates(plan: Plan) -> Iterable[NetworkRate]:
 
 
 def _problems(site: Site) -> Iterable[str]:
-    """Yield a line for each port that does not work, as the NICs report it or the preflight found it."""
+    """Yield a line for each port that the NICs or the preflight report as not working."""
     for node in site.nodes:
         for port in node.ports:
             if not port.fault:

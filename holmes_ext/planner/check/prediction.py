@@ -49,19 +49,19 @@ class BetterLayout:
     sizes: str  # "T2 P2 D16", as in the tables of `holmes plan`
     layers: str  # of each stage
     step_s: float
-    changes: tuple[str, ...]  # what to change in the command line
+    changes: tuple[str, ...]  # lines that name flags of the command line to remove, change or add
 
 
 @dataclass(frozen=True)
 class Prediction:
     """Predicted step times of a job in seconds, or the reason why there are none."""
 
-    missing: str = ""  # the reason, and what to give; "" if there is a prediction
+    missing: str = ""  # the reason, and the missing input; "" if there is a prediction
     step_s: float = 0.0
     stock_s: float = 0.0  # without holmes
     worst_error: float = 0.0  # largest measured error of predictions, as a fraction
     better: BetterLayout | None = None  # None if the search found nothing faster
-    lines: tuple[str, ...] = ()  # what was read from the command, assumed and not counted
+    lines: tuple[str, ...] = ()  # for the user: facts read from the command, assumptions, omissions
 
 
 def predict(current: Session, words: Sequence[str]) -> Prediction:
@@ -189,13 +189,13 @@ def _better_layout(
 
 
 def _changes(result: SearchResult, args: argparse.Namespace, job: Training) -> list[str]:
-    """Return what to change in the command line for the best plan; [] if the framework is not known.
+    """Return the changes to the command line for the best plan; [] if the framework is not known.
 
     Each line names flags to remove, to change or to add.
     """
     # Framework -> how to start the plan. plan="": by flags alone, without a plan file.
     launches = start.launches_of(result, args, job, plan="")
-    if len(launches) > 1:  # one for each framework, because the command does not show which it is
+    if len(launches) > 1:  # the command does not show its framework, so there is an entry for each
         return []
     (changes,) = start.launch_lines(launches).values()
     if not job.options.cluster:

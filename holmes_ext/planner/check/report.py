@@ -72,6 +72,7 @@ def document(findings: Findings, prediction: Prediction) -> dict[str, Any]:
 
 
 def _print_text(screen: Screen, findings: Findings, prediction: Prediction) -> None:
+    """Print placement, networks, rates and prediction as tables, and the problems in red."""
     screen.table(_PLACE_COLUMNS, findings.placed, "who runs where")
     screen.table(
         _NETWORK_COLUMNS,
@@ -88,12 +89,13 @@ def _print_text(screen: Screen, findings: Findings, prediction: Prediction) -> N
 
 
 def _rate_cells(rate: NetworkRate) -> tuple[str, str, str, str]:
+    """Return the row of a network in the table of rates."""
     rate_text = format_rate(rate.rate_bps) if rate.rate_bps else "no limit"
     return rate.name, rate.kind, rate_text, format_seconds(rate.latency_s)
 
 
 def _print_prediction(screen: Screen, prediction: Prediction) -> None:
-    """Print the predicted steps and what would help more, or what the prediction lacks."""
+    """Print the predicted steps and a faster layout, or the reason why there is no prediction."""
     for line in prediction.lines:
         screen.line(line, "dim")
     if prediction.missing:

@@ -3,12 +3,12 @@
 A place is a set of expert parallel ranks without a network between them: the ranks of a node. An
 expert has the same place in all expert parallel groups, so a cost is the mean over the groups:
 
-    0                                                  ranks on one node
-    INSIDE                                             nodes of one cluster
+    0                                                  ranks on the same node
+    INSIDE                                             nodes of the same cluster
     rate of the fastest path / rate of this path       clusters; 1 if the network between them is flat
 
-A token that crosses clusters costs far more than a token that stays. So the least total cost
-crosses clusters least (over slow links least of all), and then crosses nodes least.
+A token that crosses clusters costs far more than a token that stays. So the placement with the least
+total cost crosses clusters least (over slow links least of all), and then crosses nodes least.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ MIN_RANKS = 2
 
 @dataclass(frozen=True)
 class Places:
-    """Nodes on which the experts of a layer can live, and the cost of a token between ranks.
+    """Nodes that can hold the experts of a layer, and the cost of a token between ranks.
 
-    places_of() makes it for a plan. A place is the ranks of an expert parallel group on one node:
+    places_of() makes it for a plan. A place is the ranks of an expert parallel group on a node:
     no network is between them. Costs have no unit: 0 inside a node, INSIDE inside a cluster, 1 over
     the fastest path between clusters, more over slower paths.
     """
@@ -49,7 +49,7 @@ class Places:
 
 
 def places_of(plan: Plan) -> Places:
-    """Return the nodes on which a plan's experts can live, and the cost of a token between ranks.
+    """Return the nodes that can hold a plan's experts, and the cost of a token between ranks.
 
     An expert has the same rank number in all expert parallel groups, but the groups lie on
     different nodes. So each cost is a mean over the groups; so is the share of groups in which two
@@ -86,9 +86,9 @@ def places_of(plan: Plan) -> Places:
                 pair = (plan.cluster_of[source], plan.cluster_of[target])
                 moves = float(source != target)  # to another node
                 crosses = float(pair[0] != pair[1])  # to another cluster
-                # Between clusters 1 on the fastest path, more on slower ones. Inside a cluster
-                # INSIDE, which is so little that it only decides between placements with equal
-                # traffic between clusters.
+                # Between clusters 1 on the fastest path, more on slower paths. Inside a cluster
+                # INSIDE: so little that it only decides between placements with equal traffic between
+                # clusters.
                 cost = fastest_bps / rates_bps[pair] if crosses else INSIDE * moves
                 far[i][j] += cost / len(groups_nodes)
                 crossing[i][j] += crosses / len(groups_nodes)
@@ -103,6 +103,7 @@ def places_of(plan: Plan) -> Places:
 
 
 def _frozen(table: list[list[float]]) -> tuple[tuple[float, ...], ...]:
+    """Return a table as tuples, which cannot change."""
     return tuple(map(tuple, table))
 
 

@@ -4,12 +4,12 @@ A place is a set of ranks without a network between them, such as a node (places
 slots for as many experts. The load of an expert is its number of tokens.
 
 If the tokens are counted by rank and expert, an integer program finds the placement (arXiv
-2508.09229, whose servers are places here). x[e, p] is 1 if expert e lives at place p, and far[r, p]
+2508.09229; its servers are the places here). x[e, p] is 1 if expert e lives at place p, and far[r, p]
 is the cost of a token from rank r to place p:
 
     minimize      sum_e sum_p x[e, p] sum_r counts[r, e] far[r, p]      cost of all tokens
-    subject to    sum_p x[e, p] = 1                                     each expert has one place
-                  sum_e x[e, p] = slots of p                            each slot has one expert
+    subject to    sum_p x[e, p] = 1                                     each expert has a place
+                  sum_e x[e, p] = slots of p                            each slot has an expert
                   sum_e x[e, p] load[e] <= limit of p                   no place is overloaded
 
 With several clusters the same program first assigns experts to clusters, then to the places of each
@@ -20,9 +20,9 @@ each place) make the program quadratic. Then experts are swapped as long as that
 assumes that each expert has its most frequent companions in the other slots of its place, or of its
 cluster.
 
-EPLB is DeepSeek's heuristic without its copies of experts, which training cannot have: the fullest
-expert goes first, to the emptiest rank with room, whatever the costs. Its placement always meets
-the limits, so the result never costs more than EPLB's.
+EPLB is DeepSeek's heuristic without its copies of experts, because training cannot have copies: the
+fullest expert goes first, to the emptiest rank with room, whatever the costs. Its placement always
+meets the limits, so the result never costs more than EPLB's.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Answer:
-    """Result for one layer: placements of its experts, and a bound on the optimum."""
+    """Result for a layer: placements of its experts, and a bound on the optimum."""
 
     #: IDENTITY, EPLB, PLACED.
     placements: tuple[Placed, ...]
@@ -94,18 +94,18 @@ class _Solution(NamedTuple):
 def solve(
     counts: Counts, places: Places, balance: float = 1.1, seconds: float = 10.0, per_rank: int = 0
 ) -> Answer:
-    """Find the placement of one layer's experts on ranks with the least traffic.
+    """Find the placement of a layer's experts on ranks with the least traffic.
 
     The traffic is the sum of all tokens' costs. Each expert parallel rank gets equally many
     experts.
 
     Args:
         counts: Tokens: a row for each rank, or for each expert (tokens sent to both experts).
-        places: Ranks by node (a place is the ranks of one node), and the cost of a token between
+        places: Ranks by node (a place is the ranks of a node), and the cost of a token between
             ranks.
         balance: Most tokens of a node's experts, relative to the mean.
         seconds: Time limit of the solver (HiGHS).
-        per_rank: Most experts for which a rank has memory; 0 for no limit.
+        per_rank: Most experts that fit a rank's memory; 0 for no limit.
 
     Returns:
         The placement, two others to compare it with, and a lower bound on every placement's cost.
@@ -162,18 +162,18 @@ def _libraries() -> tuple[ModuleType, ModuleType, ModuleType]:
 
 
 class _Problem:
-    """Placement problem of one layer.
+    """Placement problem of a layer.
 
-    A place is the expert parallel ranks of one node. A region is the list of places (numbers of
-    nodes) of one cluster. A slot holds one expert. Dictionaries "rank -> experts" are whole
+    A place is the expert parallel ranks of a node. A region is the list of places (numbers of
+    nodes) of a cluster. A slot holds an expert. Dictionaries "rank -> experts" are whole
     placements; arrays [experts] hold the number of each expert's place.
     """
 
     def __init__(self, counts: Counts, places: Places, balance: float):
         """Compute each expert's load (tokens), and the limits: the most load of nodes and clusters.
 
-        A limit is `balance` times the mean load of as many experts, or what EPLB puts there if that
-        is more. A place is a node's ranks; a region is the places of a cluster.
+        A limit is `balance` times the mean load of as many experts, or the load that EPLB puts there
+        if that is more. A place is a node's ranks; a region is the places of a cluster.
         """
         self.np, self.optimize, self.sparse = _libraries()
         np = self.np
@@ -200,21 +200,21 @@ class _Problem:
         # EPLB's placement, by load only: it always keeps the limits.
         self.eplb = self.packed(range(counts.experts), range(places.ranks))
         #: Cost of a token [from place, to place]. The ranks of a place have equal costs, so the
-        #: first stands for all.
+        #: first represents all.
         self.place_cost = self.rank_cost[self.first_ranks][:, self.first_ranks]
         self.regions = self._regions()
         self.balance = balance
         single_places = [[place] for place in range(len(self.room))]
-        #: Most load of each place, and of each region: array, one entry each.
+        #: Most load of each place, and of each region, as arrays.
         self.limit = self.limits(single_places)
         self.limits_of_regions = self.limits(self.regions) if self.regions else self.limit
-        #: (places of a region, most load of the region), which every placement must keep. Without
-        #: regions each place is limited.
+        #: (places of a region, most load of the region): limits of every placement. Without regions
+        #: each place is limited.
         self.limited = list(zip(self.regions or single_places, self.limits_of_regions))
 
     def _regions(self) -> list[list[int]]:
         """Return the places of each cluster; [] if they overlap, or clusters have a single place."""
-        # For each place, those to which a token crosses no cluster (costs up to INSIDE).
+        # For each place, the places that a token reaches without crossing clusters (cost up to INSIDE).
         neighbours = [tuple(self.np.flatnonzero(row <= INSIDE)) for row in self.place_cost]
         regions = list(dict.fromkeys(neighbours))
         places = len(self.place_cost)
@@ -335,8 +335,8 @@ class _Problem:
     def solve_linear(self, seconds: float) -> _Solution:
         """Assign experts to places (nodes) by an integer program, if tokens are counted by rank.
 
-        With several clusters (regions), it first assigns experts to clusters. There an expert costs
-        what it costs at the cluster's best place. Real costs are not lower, so this program's lower
+        With several clusters (regions), it first assigns experts to clusters. There the cost of an
+        expert is that at the cluster's best place. Real costs are not lower, so this program's lower
         bound is returned. Then the experts of each cluster are assigned to its places.
 
         Args:
@@ -364,7 +364,7 @@ class _Problem:
     def places_within(self, cost: Any, experts: Any, region: list[int], seconds: float) -> Any:
         """Distribute a cluster's experts over its nodes with the least cost, within load limits.
 
-        A slot holds one expert. The limit for each slot of a node is `balance` times the mean load
+        A slot holds an expert. The limit for each slot of a node is `balance` times the mean load
         of an expert. If EPLB loads the slots of some node more, that is the limit.
 
         Args:
@@ -437,8 +437,8 @@ class _Problem:
     def swapped(self, place_of: Any) -> Any:
         """Swap pairs of experts, best pair first, while the cost falls; return the placement.
 
-        Tokens are counted by pairs of experts here: each goes to two experts, and costs what a
-        message between the nodes of these two costs.
+        Tokens are counted by pairs of experts here: each goes to two experts, and costs as much as a
+        message between the nodes of these two.
 
         Args:
             place_of: [experts] number of the place (node) of each expert.
@@ -461,7 +461,7 @@ class _Problem:
             loads = np.bincount(place_of, self.load, len(self.room))
             growth = self.load[None, :] - self.load[:, None]  # [i, j] load that i's place gains
             spare_load = self.limit - loads  # load that each place can still take
-            # The place of j gains the opposite of what the place of i gains.
+            # The place of j loses the load that the place of i gains.
             overfills_i = growth > spare_load[place_of][:, None] + ROUNDING
             overfills_j = -growth > spare_load[place_of][None, :] + ROUNDING
             gain[overfills_i | overfills_j] = 0
@@ -474,16 +474,16 @@ class _Problem:
         """Return a lower bound on the cost for tokens counted by pairs of experts.
 
         Each token goes to two experts, and costs something if they are on different nodes. A node
-        has few slots. At best an expert has those experts beside it with which it shares most
-        tokens. Its other tokens leave the node, at the least cost between nodes. The same holds for
-        clusters; the larger of the two bounds is returned.
+        has few slots. At best an expert shares its node with the experts that have most tokens in
+        common with it. Its other tokens leave the node, at the least cost between nodes. The same
+        holds for clusters; the larger of the two bounds is returned.
         """
         np = self.np
         costs = self.place_cost
-        is_inside = costs <= INSIDE  # [from place, to place] inside one cluster
+        is_inside = costs <= INSIDE  # [from place, to place] inside a cluster
         across = costs[~is_inside]
         inside = costs[(costs > 0) & is_inside]
-        # One pair for clusters, and one for nodes: least cost of a token that leaves; and for each
+        # A pair for clusters, and another for nodes: least cost of a token that leaves; and for each
         # place (node), the slots of its whole cluster, or of itself.
         levels = [(float(across.min()) if across.size else 0.0, is_inside @ self.room)]
         if inside.size:
@@ -493,7 +493,7 @@ class _Problem:
         bounds = []
         for cost, slots in levels:
             # Experts without a slot in the largest node (cluster): an expert is apart from as many
-            # others at least. At best they are those with which it shares fewest tokens.
+            # others at least. At best they are those that share fewest tokens with it.
             elsewhere = len(self.load) - int(np.max(slots))
             # The sum has each token twice: for both of its experts.
             bounds.append(float(ascending[:, :elsewhere].sum()) * cost / 2)

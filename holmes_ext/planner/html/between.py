@@ -35,7 +35,7 @@ LATENCIES = (30e-6, 1e-3, 5e-3, 20e-3, 80e-3, 200e-3)
 _MIN_TICKS = 3
 #: Factor from the data to the limits of the axis of seconds.
 _MARGIN = 1.12
-#: Most clusters on a flat figure: two are side by side, more are all around the circle.
+#: Most clusters side by side on a flat figure; more stand around a circle.
 _MOST_FLAT = 2
 #: Most clusters with the rates at their links; with more, the rates would cover each other.
 _MOST_LABELLED = 4
@@ -65,16 +65,8 @@ def draw_clusters(result: SearchResult, width: float = WIDE) -> Any:
     for index, name in enumerate(names):
         nodes = [node.name for node in site.nodes if node.cluster == name]
         used_count = len(used.intersection(nodes))
-        text = f"{name}\n{counted(len(nodes), 'node')}"
-        color = CLUSTER_COLORS[index % len(CLUSTER_COLORS)]
-        if not used_count:
-            text += "\nleft out"
-            color = WAITING
-        elif used_count < len(nodes):
-            text = f"{name}\n{used_count} of {counted(len(nodes), 'node')}"
-        uplink = site.wan.uplink_of.get(name)
-        if uplink:
-            text += f"\nuplink\n{format_rate(uplink)}"
+        text = _cluster_text(site, name, len(nodes), used_count)
+        color = CLUSTER_COLORS[index % len(CLUSTER_COLORS)] if used_count else WAITING
         x, y = position[name]
         axis.scatter(x, y, s=2600, color=color, zorder=2)
         axis.text(x, y, text, ha="center", va="center", fontsize=SMALL, color="#111111", zorder=3)
@@ -90,6 +82,27 @@ def draw_clusters(result: SearchResult, width: float = WIDE) -> Any:
     return figure
 
 
+def _cluster_text(site: Site, name: str, node_count: int, used_count: int) -> str:
+    """Return the text at a cluster: its name, its nodes, and the rate of its uplink if it has any.
+
+    Args:
+        site: Clusters and the links between them.
+        name: Name of the cluster.
+        node_count: Number of its nodes.
+        used_count: Number of those that the plan uses.
+    """
+    nodes = counted(node_count, "node")
+    lines = [name, nodes]
+    if not used_count:
+        lines.append("left out")
+    elif used_count < node_count:
+        lines = [name, f"{used_count} of {nodes}"]
+    uplink_bps = site.wan.uplink_of.get(name)
+    if uplink_bps:
+        lines += ["uplink", format_rate(uplink_bps)]
+    return "\n".join(lines)
+
+
 def _draw_links(axis: Any, site: Site, position: Mapping[str, tuple[float, float]]) -> None:
     """Draw a line for each pair of clusters, with the rate and the latency of its path.
 
@@ -98,7 +111,7 @@ def _draw_links(axis: Any, site: Site, position: Mapping[str, tuple[float, float
         site: Clusters and the links between them.
         position: Cluster -> (x, y).
     """
-    # Links and uplinks on the path between two clusters; the slowest one sets the rate.
+    # Links and uplinks on the path between two clusters; the slowest sets the rate.
     paths = {pair: site.wan.hops(*pair) for pair in combinations(position, 2)}
     rates_bps = {pair: min([hop.rate_bps for hop in hops] or [inf]) for pair, hops in paths.items()}
     fastest_bps = max((rate for rate in rates_bps.values() if rate < inf), default=1.0)
@@ -126,11 +139,11 @@ def _draw_links(axis: Any, site: Site, position: Mapping[str, tuple[float, float
 def draw_what_if(result: SearchResult, width: float = WIDE) -> Any:
     """Return a figure of the step time over the network between clusters, in two panels.
 
-    The first panel varies the rate between the clusters, the second one the latency. If the site
-    does not describe links between clusters (a WAN), the first one varies the rate of a node's
-    Ethernet. Each panel has a curve for the best plan and one for the same job without holmes, with
-    which all tables and pictures compare it (baseline() of stock.py). The step times are simulated if
-    the best plan's is; else they come from the closed form, a formula.
+    The first panel varies the rate between the clusters, the second the latency. If the site does not
+    describe links between clusters (a WAN), the first panel varies the rate of a node's Ethernet. Each
+    panel has a curve for the best plan and another for the same job without holmes (baseline() of
+    stock.py). The step times are simulated if the best plan's is; else they come from the closed form,
+    a formula.
     """
     plt = pyplot()
     site = result.network.measured  # with measured rates where there are any
@@ -140,9 +153,10 @@ def draw_what_if(result: SearchResult, width: float = WIDE) -> Any:
         rows, columns, figsize=(width, 3.6 * rows), layout="constrained", sharey=True
     )
     by_rate, by_latency = result.remember("what if", best, lambda: _what_if(result))
+    names = (plan_name(result), baseline(result).name)
+    # The first panel: step time over the factor of the rates; a dotted line marks the present rates.
     nic_rate = format_rate(result.network.site.fabric_by_name[ETHERNET].rate_bps)
     rates = "the rates of cluster.toml" if site.wan else f"the Ethernet of a node, {nic_rate}"
-    names = (plan_name(result), baseline(result).name)
     _curves(by_rate_axis, FACTORS, by_rate, names)
     by_rate_axis.set_xlabel(f"times {rates}")
     by_rate_axis.axvline(1, color=INK, lw=0.8, linestyle=":")
@@ -150,15 +164,16 @@ def draw_what_if(result: SearchResult, width: float = WIDE) -> Any:
         1, 0.98, " now", va="top", fontsize=SMALL, transform=by_rate_axis.get_xaxis_transform()
     )
     by_rate_axis.set_xscale("log", base=2)
-    by_rate_axis.set_xticks(
-        FACTORS, [f"{factor:g}" if factor >= 1 else f"1/{1 / factor:g}" for factor in FACTORS]
-    )
+    factors = [f"{factor:g}" if factor >= 1 else f"1/{1 / factor:g}" for factor in FACTORS]
+    by_rate_axis.set_xticks(FACTORS, factors)
+    # The second panel: step time over the latency.
     _curves(by_latency_axis, LATENCIES, by_latency, names)
     by_latency_axis.set_xlabel("one way between clusters, all links")
     by_latency_axis.set_xscale("log")
     # Two lines a label: the neighbours 80 ms and 200 ms do not touch on a narrow chart.
     labels = [format_seconds(seconds).replace(" ", "\n") for seconds in LATENCIES]
     by_latency_axis.set_xticks(LATENCIES, labels)
+    # Both panels have the same logarithmic scale of seconds.
     all_seconds = [seconds for times in (*by_rate, *by_latency) for seconds in times]
     low, high = min(all_seconds) / _MARGIN, max(all_seconds) * _MARGIN
     ticks = _ticks(plt, low, high)
@@ -202,7 +217,14 @@ def _ticks(plt: Any, low: float, high: float) -> Sequence[float]:
 def _curves(
     axis: Any, x: Sequence[float], steps: Sequence[StepTimes], names: tuple[str, str]
 ) -> None:
-    """Draw the step times of the plan and of the job without holmes over `x`, with these names."""
+    """Draw a curve for the plan and another for the job without holmes.
+
+    Args:
+        axis: Axes to draw on.
+        x: Factors of the rate, or latencies.
+        steps: Step times with and without holmes, for each x.
+        names: Names of the plan and of the job without holmes.
+    """
     plan, stock = names
     axis.plot(x, [times.stock_s for times in steps], "s--", color=INK, mfc=PAPER, label=stock)
     axis.plot(x, [times.step_s for times in steps], "o-", color=INK, label=plan)

@@ -1,7 +1,7 @@
 """Widths, text sizes and colors of all charts.
 
 A page has each chart twice: WIDE for a desk, NARROW for a phone of 390 CSS pixels. So its texts keep
-their size on both. One color has one meaning on a page: tests/planner/html/test_charts.py compares them.
+their size on both. A color has a single meaning on a page: tests/planner/html/test_charts.py compares them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INK, PAPER = "#1f2328", "#fefefe"
 _LETTER_WIDTH = 0.6
 _POINTS_PER_INCH = 72
 
-#: Kind of span -> (color, label). Later kinds are drawn over earlier ones.
+#: Kind of span -> (color, label). Later kinds are drawn over earlier kinds.
 KINDS = {
     "send": ("#f2b134", "send"),
     "receive": ("#fbe0a6", "waits to receive"),
@@ -64,7 +64,7 @@ LINE_STYLES = (("-", "o"), ("--", "s"), ("-.", "^"), (":", "D"), ("-", "v"), ("-
 
 
 def is_narrow(width: float) -> bool:
-    """Return whether a chart of `width` inches is one for a phone."""
+    """Return whether a chart of `width` inches is narrow: made for a phone."""
     return width < (NARROW + WIDE) / 2
 
 
@@ -72,6 +72,8 @@ def fold(text: str, width: float, size: float = MEDIUM) -> str:
     """Return a text with line breaks, so that its lines fit a chart of `width` inches.
 
     Args:
+        text: The text.
+        width: Of the chart, in inches.
         size: Of the text, in points.
     """
     letters = int(width * _POINTS_PER_INCH / (_LETTER_WIDTH * size))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from holmes_ext.planner.html.chart import INK, PAPER
 
-#: Most micro-batches of a step that are all drawn; of more, so many at each end.
+#: Most micro-batches of a step that are all drawn; of more, the number that is drawn at each end.
 MANY_MICRO_BATCHES, END_MICRO_BATCHES = 60, 10
 #: Width of the gap in the drawn time, as a share of it.
 _GAP_SHARE = 0.03
@@ -19,7 +19,7 @@ Row = tuple[str, list[tuple[str, float, float]]]
 class Cut(NamedTuple):
     """Part of a step that is not drawn, in seconds from the step's start.
 
-    A short gap is drawn in its place, and all that comes later is moved to the left:
+    A short gap is drawn in its place, and everything later is moved to the left:
 
         time of the step      0 ...... start ............... end ...... step's end
         as it is drawn        0 ...... start [gap] ...... step's end
@@ -70,9 +70,9 @@ def cut_of(rows: Sequence[Row], chunks: int) -> Cut | None:
     """Return the part of a step to leave out of a timeline, or None to draw the whole step.
 
     The part is the middle of the step. It begins when all rows have ended the forward passes of the
-    first END_MICRO_BATCHES micro-batches. It ends when the first row begins the backward passes of the
-    last END_MICRO_BATCHES ones. The whole step is drawn if a row has MANY_MICRO_BATCHES micro-batches or
-    fewer, or if the part would end before it begins.
+    first END_MICRO_BATCHES micro-batches. It ends when the first row begins the backward passes of as
+    many micro-batches at the end. The whole step is drawn if a row has MANY_MICRO_BATCHES micro-batches
+    or fewer, or if the part would end before it begins.
 
     Args:
         rows: Rows of the timeline.

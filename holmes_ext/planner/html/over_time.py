@@ -1,4 +1,4 @@
-"""Picture of a run over time: the duration of every step, and the plan that was in use at each step."""
+"""Picture of a run over time: the duration of every step, and the plan in use at each step."""
 
 from __future__ import annotations
 
@@ -68,6 +68,8 @@ def _draw_plan(
     """Draw the band, the name and the step times of a plan.
 
     Args:
+        axis: Axes to draw on.
+        plan: The plan, with its steps.
         number: Index of the plan; bands of neighbours differ in their shade.
         next_step: First step of the next plan.
         shown_steps: First and last step on the axis.

@@ -56,6 +56,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], strong: int | None
     """Return a table of plain texts; columns with a number are flush right.
 
     Args:
+        head: Names of the columns.
+        rows: Texts of each row.
         strong: Index of a row in bold, -1 for the last.
     """
     texts = list(rows)
@@ -73,7 +75,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], strong: int | None
 def _row(
     tag: str, cells: Sequence[str], is_text_column: Sequence[bool], is_bold: bool = False
 ) -> str:
-    """Return a row of a table; `tag` is "th" or "td"."""
+    """Return a row of a table.
+
+    Args:
+        tag: "th" for the head, "td" for other rows.
+        cells: Texts of the row.
+        is_text_column: For each column, whether it has text and not numbers; (): all have numbers.
+        is_bold: Whether the row is bold.
+    """
     parts = ["<tr class=strong>" if is_bold else "<tr>"]
     for cell, is_text in zip(cells, is_text_column or [False] * len(cells)):
         opening = f"{tag} class=text" if is_text else tag

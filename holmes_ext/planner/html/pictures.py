@@ -1,6 +1,6 @@
-"""Pictures of a run: placement of ranks, timeline of one step; and helpers of all pictures.
+"""Pictures of a run: placement of ranks, timeline of a step; and helpers of all pictures.
 
-A span is what a rank did in an interval of time, such as a forward pass or a wait for a message.
+A span is an activity of a rank in an interval of time, such as a forward pass or a wait for a message.
 svg() turns a figure into a part of a page (page.py). matplotlib is imported only when a picture is
 drawn, so no other command needs it.
 """
@@ -38,8 +38,8 @@ from holmes_ext.planner.html.page import picture
 from holmes_ext.words import why
 
 FABRIC_COLORS = {name: kind.color for name, kind in nic.KINDS.items()}
-#: Most spans of a row that are drawn one by one; more are drawn as shares of the time. A row then
-#: has so many pieces, and each piece so many samples.
+#: Most spans of a row that are drawn individually; more are drawn as shares of the time. A row then
+#: has PIECES pieces, and each piece MOMENTS samples.
 MANY, PIECES, MOMENTS = 250, 300, 100
 #: Horizontal distance of cluster boxes.
 _BOX_DISTANCE = 3
@@ -70,7 +70,7 @@ def pyplot(what: str = "pictures need") -> Any:
 
 
 def chart(paint: Callable[[float], Any], alt: str) -> str:
-    """Return a chart as a part of a page, in two widths: the page shows the one that fits the screen.
+    """Return a chart as a part of a page, in two widths: the page shows the width that fits the screen.
 
     Args:
         paint: Returns the figure for a width in inches.
@@ -105,16 +105,17 @@ def _smaller(text: str) -> str:
     """
     text = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\.\d)\d+", r"\1", tag[0]), text)
     # A rectangle: M x y, L x y2, L x2 y2, L x2 y, z. \1 and \3 are the coordinates that recur. Its
-    # lines become vertical and horizontal ones (V, H) with a single coordinate each.
+    # lines become vertical and horizontal lines (V, H) with a single coordinate each.
     text = re.sub(
         r'd="M (\S+) (\S+) \nL \1 (\S+) \nL (\S+) \3 \nL \4 \2 \nz\n"',
         r'd="M\1 \2V\3H\4V\2z"',
         text,
     )
-    # Paths that follow each other with the same clip path and style (\1) become one path.
+    # Paths that follow each other with the same clip path and style (\1) become a single path.
     equal_paths = r'<path d="[^"]*" (clip-path="[^"]*" style="[^"]*")/>(?:\s*<path d="[^"]*" \1/>)+'
 
     def joined(paths: re.Match[str]) -> str:
+        """Return a single path that draws what the matched paths draw."""
         drawing_commands = "".join(re.findall(r'd="([^"]*)"', paths[0]))
         return f'<path d="{drawing_commands}" {paths[1]}/>'
 
@@ -132,6 +133,8 @@ def write(figure: Any, path: str | Path, advice: str) -> Path:
     """Write a figure to a file in the format of its suffix, and close the figure.
 
     Args:
+        figure: The figure.
+        path: The file.
         advice: Advice in the error message.
 
     Raises:
@@ -142,7 +145,7 @@ def write(figure: Any, path: str | Path, advice: str) -> Path:
         figure.savefig(picture, format=Path(path).suffix[1:] or None, dpi=130)
         write_whole(path, picture.getvalue())
     except (OSError, ValueError) as error:
-        # matplotlib lists the formats that it supports in brackets, which would hide the advice.
+        # matplotlib lists the formats that it supports in brackets. That would hide the advice.
         raise HolmesError(
             f"{path}: the picture cannot be written: {why(error).split('(')[0]}; {advice}"
         ) from None
@@ -167,7 +170,7 @@ def placement_figure(
 
     Args:
         panels: (title, site, nodes in rank order, True if each group communicates over its fastest
-            common network; False if all use Ethernet).
+            common network or False if all use Ethernet).
         sizes: Parallel sizes.
         width: Of the figure, in inches.
     """
@@ -204,14 +207,14 @@ def legend(figure: Any, handles: Sequence[Any], width: float) -> None:
 def _placement_panel(
     axis: Any, site: Site, nodes: Sequence[str], groups_use_best_nic: bool, sizes: Sizes
 ) -> None:
-    """Draw the placement of one panel.
+    """Draw the placement of a panel.
 
     Args:
         axis: Axes to draw on.
         site: Clusters, nodes and networks.
-        nodes: Names of the nodes in rank order; the figure assumes one rank on each node.
+        nodes: Names of the nodes in rank order; the figure assumes a single rank on each node.
         groups_use_best_nic: Whether each group uses the fastest network that its nodes share, as with
-            holmes. Otherwise all use Ethernet, unless the site has only one cluster.
+            holmes. Otherwise all use Ethernet, unless the site has a single cluster.
         sizes: Parallel sizes.
     """
     boxes = _cluster_boxes(site)
@@ -255,8 +258,8 @@ def _placement_panel(
 def _cluster_boxes(site: Site) -> list[tuple[str, list[str]]]:
     """Return (cluster, names of its nodes) for each box.
 
-    A single cluster is divided into two boxes side by side, or all nodes would stand in one column
-    and lines between them would hide each other.
+    A single cluster is divided into two boxes side by side. Otherwise all nodes would stand in a
+    column, and lines between them would hide each other.
     """
     boxes = []
     for cluster in site.clusters:
@@ -301,9 +304,9 @@ class _GroupLines(NamedTuple):
 
 
 def _group_lines(nodes: Sequence[str], sizes: Sizes) -> list[_GroupLines]:
-    """Return the lines of data parallel groups and stage links, for one rank on each node.
+    """Return the lines of data parallel groups and stage links, for a single rank on each node.
 
-    A data parallel group is one thick line through all its nodes; a stage link is a thin, dashed
+    A data parallel group is a thick line through all its nodes; a stage link is a thin, dashed
     line between two nodes.
     """
     result = []
@@ -350,7 +353,7 @@ def timeline_figure(
     label: str = "seconds of one step (wall clock of the lab)",
     width: float = WIDE,
 ) -> Any:
-    """Return a figure of one step, with a panel for each run and a row for each rank.
+    """Return a figure of a step, with a panel for each run and a row for each rank.
 
     Args:
         runs: Name of the run -> traces of its ranks.
@@ -443,7 +446,7 @@ class _Drawn(NamedTuple):
     def of(cls, title: str, rows: list[Row], seconds: float, chunks: int) -> _Drawn:
         """Return a panel; the middle of a step with more than MANY_MICRO_BATCHES is cut out.
 
-        A note about the cut is added to the title. The arguments are those of timeline().
+        A note about the cut is added to the title. timeline() has the same arguments, for all panels.
         """
         cut = cut_of(rows, chunks)
         if cut is None:
@@ -453,7 +456,7 @@ class _Drawn(NamedTuple):
 
 
 def _draw_bars(axis: Any, row: int, spans: Sequence[tuple[str, float, float]]) -> None:
-    """Draw the spans of a row one by one, in the order of KINDS: later kinds cover earlier ones."""
+    """Draw each span of a row, in the order of KINDS: later kinds cover earlier kinds."""
     for kind, (color, _) in KINDS.items():
         bars = [(start, end - start) for name, start, end in spans if name == kind]
         if bars:

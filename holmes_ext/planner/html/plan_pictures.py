@@ -1,4 +1,4 @@
-"""Pictures of a plan: placement of its stages, timeline of one step, seconds by cause, partitions."""
+"""Pictures of a plan: placement of its stages, timeline of a step, seconds by cause, partitions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from holmes_ext.planner.search.stock import CAUSES, baseline, plan_name
 from holmes_ext.units import format_bytes
 from holmes_ext.words import counted, why
 
-#: Cause (stock.CAUSES) -> color, hatch. A network has one color; its reductions are hatched.
+#: Cause (stock.CAUSES) -> color, hatch. A network has a color; its reductions are hatched.
 CAUSE_STYLES = {
     "compute": (COMPUTE, ""),
     "collectives": (KINDS["collective"][0], ""),
@@ -81,6 +81,7 @@ def placement(result: SearchResult, width: float = WIDE) -> Any:
     figure, axis = plt.subplots(figsize=(width, height), layout="constrained")
     in_legend = set()  # indices of clusters
     for stage, contents in enumerate(best.placement.stages):
+        # The stage's bar, with a part for each group of nodes of the same type.
         left = 0
         for node_type, rank_count in contents:
             name = network.cluster(node_type)
@@ -98,6 +99,7 @@ def placement(result: SearchResult, width: float = WIDE) -> Any:
             )
             in_legend.add(index)
             left += rank_count
+        # The texts of the stage: layers, memory and reduction beside the bar, node names on it.
         memory = format_bytes(best.memory_bytes[stage])
         layers = counted(best.split[stage], "layer")
         margin = 0.01 * stage_ranks
@@ -122,7 +124,7 @@ def placement(result: SearchResult, width: float = WIDE) -> Any:
 
 
 def _nodes_of(result: SearchResult, stage: int, letters: int) -> str:
-    """Return the names of a stage's nodes, shortened to so many letters."""
+    """Return the names of a stage's nodes, shortened to at most `letters` letters."""
     placement = result.best.placement
     names = result.network.nodes(placement)
     ranks = [placement.rank(position, stage) for position in range(placement.stage_ranks)]
@@ -133,11 +135,10 @@ def _nodes_of(result: SearchResult, stage: int, letters: int) -> str:
 def step(result: SearchResult, width: float = WIDE) -> Any:
     """Return a figure with the timeline of a simulated step, with a row for each stage.
 
-    One panel is of the best plan. The other is of the job without holmes ("stock") with which all
-    tables and pictures compare the best plan.
+    The first panel shows the best plan, the second the same job without holmes ("stock").
     """
     stock = baseline(result)
-    panels = {}
+    panels = {}  # title -> (rows, seconds of the step)
     for name, job, candidate in (
         (plan_name(result), result, result.best),
         (stock.name, stock.request, stock.plan),
@@ -159,10 +160,10 @@ def step(result: SearchResult, width: float = WIDE) -> Any:
 
 
 def _timeline_rows(result: SearchResult, candidate: Candidate) -> tuple[list[Row], float]:
-    """Return a chart's rows, one for each pipeline stage, and the step time in seconds.
+    """Return a chart's rows, with a row for each pipeline stage, and the step time in seconds.
 
-    A row shows what the stage's first group of equal ranks does over time. Communication is colored
-    by network: inside a cluster, or between clusters.
+    A row shows the activities of the stage's first group of equal ranks over time. Communication is
+    colored by network: inside a cluster, or between clusters.
     """
     simulated_step = simulated(result, candidate)
     rows: dict[int, Row] = {}  # stage -> row
@@ -186,9 +187,11 @@ def seconds(by_plan: Mapping[str, Mapping[str, float]], width: float = WIDE) -> 
 
     Args:
         by_plan: Name of the plan -> cause -> seconds.
+        width: Of the figure, in inches.
     """
     plt = pyplot()
     longest_s = max(sum(causes.values()) for causes in by_plan.values())
+    # Leave out causes that are small in every plan.
     drawn = {
         cause: label
         for cause, label in CAUSES.items()
@@ -197,7 +200,7 @@ def seconds(by_plan: Mapping[str, Mapping[str, float]], width: float = WIDE) -> 
     legend_rows = ceil(len(drawn) / legend_columns(list(drawn.values()), width))
     size = (width, 0.45 * len(by_plan) + 0.2 * legend_rows + 1.0)
     figure, axis = plt.subplots(figsize=size, layout="constrained")
-    left = [0.0] * len(by_plan)  # where the next part of each bar begins
+    left = [0.0] * len(by_plan)  # start of the next part of each bar
     for cause, label in drawn.items():
         values = [causes[cause] for causes in by_plan.values()]
         color, hatch = CAUSE_STYLES[cause]

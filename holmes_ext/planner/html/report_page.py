@@ -1,4 +1,4 @@
-"""HTML page of `holmes report --html`: tables, steps over time, one step of every rank."""
+"""HTML page of `holmes report --html`: tables, steps over time, a step of every rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from holmes_ext.report.trace import pictured
 
 
 def document(job: Run, summary: Summary, step: int) -> str:
-    """Return the HTML page of a training run: notes, tables, steps over time, and a timeline of one step.
+    """Return the HTML page of a training run: notes, tables, steps over time, and a timeline of a step.
 
     Args:
-        job: Telemetry of the run: events of every rank, and what differed from its plan.
+        job: Telemetry of the run: events of every rank, and differences from its plan.
         summary: Figures computed from the telemetry.
         step: Number of the step to show as a timeline.
     """

@@ -1,8 +1,8 @@
 """Lower bound on the time of a pipeline over all orders of its passes, with split backward passes.
 
-A backward pass is split into the gradient of the input, which the stage before waits for, and the
-gradient of the weights, which may come later. A stage keeps a micro-batch's activations from the
-forward pass to the gradient of the weights, so its memory limits the micro-batches under way.
+A backward pass is split into the gradient of the input and the gradient of the weights. The previous
+stage waits for the former; the latter may come later. A stage keeps a micro-batch's activations from
+the forward pass to the gradient of the weights, so its memory limits the micro-batches under way.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def least_s(times: Times) -> float:
         # Before its first gradient the stage can do only the forward passes that its memory has
         # room for.
         idle_s = max(0.0, trip_s - in_flight * forward_s)
-        # The last gradient goes to the first stage, which then does its gradient of the weights.
+        # The last gradient goes to the first stage. This then does its gradient of the weights.
         tail_s = up_s + times.weights[0]
 
         all_passes_s = micro_batches * (forward_s + input_s + weights_s)
@@ -57,7 +57,7 @@ def least_s(times: Times) -> float:
         weights_before_s = (micro_batches - in_flight) * weights_s
         by_memory_s = down_s + idle_s + inputs_s + weights_before_s + tail_s
 
-        # Each round takes a trip and both gradients. After the rounds, one last micro-batch makes
+        # Each round takes a trip and both gradients. After the rounds, the last micro-batch makes
         # its trip.
         rounds = (micro_batches - 1) // in_flight
         round_s = trip_s + input_s + weights_s

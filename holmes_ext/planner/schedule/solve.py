@@ -2,7 +2,7 @@
 
 A backward pass is split into the gradient of the input (I) and the gradient of the weights (W). W
 may be delayed as far as the memory allows: a micro-batch's activations are kept from its forward
-pass (F) to its W. A stage that has ended a pass chooses its next one by its rule, the first of
+pass (F) to its W. A stage that has ended a pass chooses its next pass by its rule, the first of
 these that applies:
 
     1. I, if its gradient has arrived, unless an F is ready and fewer than `ahead` micro-batches are
@@ -52,7 +52,7 @@ ANY_NUMBER = -1
 class Rule:
     """Rule by which a stage chooses its next pass."""
 
-    #: Micro-batches between F and I from which on I takes precedence over F.
+    #: Number of micro-batches between F and I that makes I take precedence over F.
     ahead: int
     #: Most gradients of the weights (W) that are delayed.
     late: int
@@ -75,11 +75,11 @@ def quickest(
     Args:
         loads: Seconds and memory of each stage. A memory of unknown size holds as many
             micro-batches as the fullest stage under 1F1B.
-        transfer: Seconds of an activation from each stage to the next one, latency included.
-        sent: The part of `transfer` in seconds for which the bytes occupy the link. Other messages
-            can follow during the rest, the latency.
+        transfer: Seconds of an activation from each stage to the next, latency included.
+        sent: Part of `transfer` in which the bytes occupy the link, in seconds. Other messages can
+            follow during the rest, the latency.
         micro_batches: Number of micro-batches.
-        one_order: Sends and receives between two stages must follow one order on both (NCCL).
+        one_order: Sends and receives between two stages must follow the same order on both (NCCL).
 
     Returns:
         None if no faster order was found, or it is unknown which part of a backward pass can be
@@ -114,7 +114,7 @@ def solved(times: Times, ahead: Sequence[int], one_order: bool = False) -> PassO
         times: Seconds of the passes, and memory of the stages.
         ahead: Warm-up depth of each stage under 1F1B, where the search begins: micro-batches that
             the stage begins before its first backward pass.
-        one_order: Sends and receives between two stages must follow one order on both (NCCL). Such
+        one_order: Sends and receives between two stages must follow the same order on both (NCCL). Such
             an order is made for every try, and its time counts.
     """
     return _LocalSearch(times, ahead, one_order).best_order()
@@ -134,7 +134,7 @@ class _LocalSearch:
         Args:
             times: Seconds of the passes, and memory of the stages.
             ahead: Warm-up depth of each stage under 1F1B, where the search begins.
-            one_order: Sends and receives between two stages must follow one order on both (NCCL).
+            one_order: Sends and receives between two stages must follow the same order on both (NCCL).
         """
         self.times = times
         self.ahead = ahead
@@ -393,6 +393,7 @@ def order_by_rules(times: Times, rules: Sequence[Rule]) -> tuple[list[list[OnePa
     queue = [(0.0, stage) for stage in range(len(rules))]  # (moment, stage that is free then)
 
     def wake(stage: int, moment: float) -> None:
+        """Put a stage that waits for an unknown message back into the queue: it comes at `moment`."""
         state = stages[stage]
         if state.is_asleep:
             state.is_asleep = False
@@ -402,7 +403,8 @@ def order_by_rules(times: Times, rules: Sequence[Rule]) -> tuple[list[list[OnePa
         now, stage = heappop(queue)
         state = stages[stage]
         letter = state.choose(rules[stage], now, times.weights[stage])
-        if not letter:
+        if not letter:  # no pass can run now
+            # Try again when the next message arrives. If none is on its way, wake() ends the wait.
             next_message_s = min(state.next_forward_s(), state.next_input_s())
             if next_message_s < inf:
                 heappush(queue, (next_message_s, stage))
@@ -414,7 +416,7 @@ def order_by_rules(times: Times, rules: Sequence[Rule]) -> tuple[list[list[OnePa
             state.forwards += 1
             pass_end_s = now + times.forward[stage]
             if stage == last:
-                state.gradients.append(pass_end_s)
+                state.gradients.append(pass_end_s)  # its backward pass can follow at once
             else:
                 arrival_s = pass_end_s + times.transfer[stage]
                 stages[stage + 1].activations.append(arrival_s)
@@ -431,6 +433,7 @@ def order_by_rules(times: Times, rules: Sequence[Rule]) -> tuple[list[list[OnePa
             number = state.weights
             state.weights += 1
             pass_end_s = now + times.weights[stage]
+        # The stage has run the pass, and chooses the next when it ends.
         state.order.append((letter, number))
         state.free_s = pass_end_s
         end_s = max(end_s, pass_end_s)

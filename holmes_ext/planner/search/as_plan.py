@@ -32,8 +32,8 @@ from holmes_ext.words import counted
 def plan_of(result: SearchResult, candidate: Candidate, options: Options = Options()) -> Plan:
     """Return the Plan of a candidate: order of nodes, sizes, layers of the stages, networks of the groups.
 
-    A Plan is what the ranks of the job read when it starts. The layers are left to the framework if
-    every stage has the same number.
+    The ranks of the job read the Plan when it starts. The layers are left to the framework if every
+    stage has the same number.
 
     Args:
         result: Search that found the candidate.
@@ -55,8 +55,8 @@ def plan_of(result: SearchResult, candidate: Candidate, options: Options = Optio
         predicted=times(result, candidate),
         loads=result.costs(candidate).loads(candidate.split),
     )
-    # With "auto", derive_traffic() writes a list of passes for each stage into the plan, in which
-    # backward passes are split (zero bubble). With "1f1b" it writes none.
+    # With "auto", derive_traffic() writes a list of passes for each stage into the plan, with split
+    # backward passes (zero bubble). With "1f1b" it writes none.
     options = replace(options, schedule="auto" if candidate.schedule else "1f1b")
     if not result.rules.hide_stage_links:
         # "off": the framework's own number of micro-batches in flight.
@@ -83,7 +83,7 @@ def times(result: SearchResult, candidate: Candidate) -> dict[str, float]:
         stock_step_seconds, stock_reduction_seconds    the same job without holmes
     """
     stock, stock_candidate = stock_like(result, candidate)
-    by_cause = causes(result, candidate)  # seconds of the step by what they are spent on
+    by_cause = causes(result, candidate)  # seconds of the step by cause, such as "compute"
     # {"step_seconds": ..., "reduction_seconds": ...}
     predicted = _step_and_reduction(result, candidate)
     exposed_s = by_cause["reduce_inside"] + by_cause["reduce_across"]
@@ -107,6 +107,11 @@ class _PricesInTime(Prices):
     """
 
     def step_s(self, placement: Placement) -> float:
+        """Return the step time in closed form, in seconds.
+
+        Raises:
+            TimeIsOver: The deadline has passed.
+        """
         check_deadline(0)  # raises TimeIsOver
         return super().step_s(placement)
 
@@ -125,7 +130,7 @@ def layout_candidate(
         result: Request of the search.
         sizes: Parallel sizes, with the data size, and with the order of the axes in the ranks.
         shape: The same parallel sizes, with micro-batches, recomputation and ZeRO stage.
-        split: Layers of each stage; () for even ones.
+        split: Layers of each stage; () for equally many on all stages.
         nodes: Names of the nodes in rank order; () for the job's own order.
         flat: Without hierarchical all-reduce (Candidate.flat).
 

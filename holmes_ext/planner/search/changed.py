@@ -33,7 +33,7 @@ MAX_CLUSTERS = 4
 
 
 class StepTimes(NamedTuple):
-    """Seconds of a step with holmes, and of the same job without it (stock)."""
+    """Seconds of a step with holmes, and of the same job without holmes ("stock")."""
 
     step_s: float
     stock_s: float
@@ -61,11 +61,11 @@ def with_site(
         links: Measured links to use; None for those of the result.
     """
     # pairs: rates measured between two clusters. `site` has them already, perhaps changed, and the
-    # measured ones would replace them.
+    # measured rates would replace them.
     links = replace(links or result.network.links, pairs=())
     changed = result.on(Network(site, links))
     if candidate.simulated_s:
-        # folded_s(): simulates few micro-batches, from which the time of the whole step follows.
+        # folded_s(): simulates few micro-batches, and derives the time of the whole step from them.
         step_s = folded_s(job_of(changed, candidate))
     else:
         step_s = estimate(changed.costs(candidate), candidate.split).step_s
@@ -113,6 +113,7 @@ def with_fabric(site: Site, name: str, rate: float = 1.0, latency: float = 1.0) 
     """Return a site with the rate and the latency of the fabric `name` multiplied by factors."""
 
     def changed(fabric: Fabric) -> Fabric:
+        """Return the fabric with other rates if it is the one to change."""
         if fabric.name != name:
             return fabric
         rate_bps = round(fabric.rate_bps * rate)
@@ -122,7 +123,7 @@ def with_fabric(site: Site, name: str, rate: float = 1.0, latency: float = 1.0) 
 
 
 def with_latency(site: Site, seconds: float) -> Site:
-    """Return a site with a latency of so many seconds, one way, between any two clusters.
+    """Return a site with a latency of `seconds`, one way, between any two clusters.
 
     The rates stay.
     """
@@ -193,7 +194,7 @@ def _kept_plan_s(changed: SearchResult, candidate: Candidate) -> float:
     if not same_plan.fits:
         return inf
     step_s = timed(changed, same_plan).step_s  # with new warm-up depths
-    if not candidate.in_flight:  # the framework's schedule, which does not depend on the site
+    if not candidate.in_flight:  # the framework's schedule: it does not depend on the site
         return step_s
     same_schedule = job_of(changed, same_plan, in_flight=candidate.in_flight)
     return min(step_s, folded_s(same_schedule))
@@ -202,7 +203,7 @@ def _kept_plan_s(changed: SearchResult, candidate: Candidate) -> float:
 def _changed_requests(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
     """Yield the changes of the site: (description, search request for the changed site).
 
-    A request is a SearchResult without plans, which search() fills.
+    A request is a SearchResult without plans. search() fills it.
     """
     yield from _network_changes(result)
     yield from _gpu_changes(result)
@@ -213,7 +214,7 @@ def _network_changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]
     """Yield better networks: twice the rate or half the latency, of a fabric or between clusters.
 
     Each is (description, search request for the changed site). A request is a SearchResult without
-    plans, which search() fills.
+    plans. search() fills it.
     """
     site = result.network.site
     links = result.network.links
@@ -227,7 +228,7 @@ def _network_changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]
         yield "half the latency of ethernet", result.on(Network(nearer, links))
     wan = result.network.wan
     if wan:
-        # Rates measured between two clusters would replace the WAN's changed ones. A fabric's
+        # Rates measured between two clusters would replace the WAN's changed rates. A fabric's
         # changes above leave them as they are.
         without_pairs = replace(links, pairs=())
         faster = replace(site, wan=wan.scaled(2.0))
@@ -237,10 +238,10 @@ def _network_changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]
 
 
 def _gpu_changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
-    """Yield better GPUs of one cluster: as fast as the fastest, or with twice the memory.
+    """Yield better GPUs of a cluster: as fast as the fastest, or with twice the memory.
 
     Each is (description, search request for the changed site). A request is a SearchResult without
-    plans, which search() fills. Twice the memory is yielded only if plans did not fit the memory.
+    plans. search() fills it. Twice the memory is yielded only if plans did not fit the memory.
     """
     site = result.network.site
     model = result.model
@@ -261,16 +262,16 @@ def _gpu_changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
 
 
 def _moved_nodes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
-    """Yield sites with one node moved to another cluster: (description, search request).
+    """Yield sites with a node moved to another cluster: (description, search request).
 
-    A request is a SearchResult without plans, which search() fills. With more than MAX_CLUSTERS
-    clusters there are none. Nodes are moved between clusters with equal numbers of GPUs in a node.
+    A request is a SearchResult without plans. search() fills it. With more than MAX_CLUSTERS clusters
+    there are none. Nodes are moved between clusters with equal numbers of GPUs in a node.
     """
     site = result.network.site
     if len(site.clusters) > MAX_CLUSTERS:
         return
     for source, target in permutations(site.clusters, 2):
-        # A cluster keeps at least one node, and its nodes have equally many GPUs.
+        # A cluster keeps at least 1 node, and its nodes have equally many GPUs.
         nodes_left = sum(node.cluster == source for node in site.nodes) - 1
         if nodes_left and site.processes_in(source) == site.processes_in(target):
             moved = Network(_with_moved_node(site, source, target), result.network.links)

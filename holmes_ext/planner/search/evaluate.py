@@ -1,4 +1,4 @@
-"""Work on one item of the search: list a shape's placements, tighten a bound, simulate a placement.
+"""Work on an item of the search: list a shape's placements, tighten a bound, simulate a placement.
 
 An item is an entry of the search tree (search.py): a shape, or a shape with a placement of its
 stages on cluster nodes. A split is the number of layers (transformer blocks) of each stage.
@@ -87,7 +87,7 @@ class Outcome(NamedTuple):
 
 
 class Placements(NamedTuple):
-    """Placements of one shape: ways to put its pipeline stages on nodes."""
+    """Placements of a shape: ways to put its pipeline stages on nodes."""
 
     listed: list[Placement]
     complete: bool  # no order of the clusters was left out
@@ -118,12 +118,12 @@ class Evaluator:
     def process(self, item: Item, bound_s: float, best_s: float) -> Outcome:
         """Divide or simulate a part of the search space (an item), and return the results.
 
-            a shape              becomes items, one for each placement of its stages
+            a shape              becomes items: each placement of its stages
             a placement          becomes the same item with a tighter bound, if it has several
                                  splits of the layers
             a tightened item     is simulated, and so is a placement with a single split
 
-        Each call does one of these; the caller queues the new items and calls again.
+        The caller queues the new items and calls again.
 
         Args:
             item: Shape (parallel sizes), or shape with a placement.
@@ -189,6 +189,7 @@ class Evaluator:
         prices = self.result.prices(shape)
 
         def bound_of(placement: Placement) -> ChainBound:
+            """Return the object that computes lower bounds on the step time of a placement."""
             return self.lower_bound(shape, placement, prices.costs(placement))
 
         # complete: the list has all orders of the clusters; else some were left out
@@ -210,7 +211,7 @@ class Evaluator:
             for bound_s, placement in bounds
             if bound_s < best_s * (1 - EQUAL)
         ]
-        # Both are lower bounds on the placements that were left out, so the larger one counts.
+        # Both are lower bounds on the placements that were left out, so the larger counts.
         return Outcome(items, candidates=[], remaining_s=max(ideal_s, remaining_s))
 
     def _tighten(self, item: PlacedShape, bound_s: float, best_s: float) -> Outcome:
@@ -239,8 +240,8 @@ class Evaluator:
 
         Without a pipeline, or with several chunks of layers on a stage, a placement has a single
         split. So none of its plans is left out, and `remaining_s` of the outcome is inf. Otherwise
-        some splits are not simulated. Then `remaining_s` is the placement's lower bound, which
-        counts in the optimality gap. The same holds if the simulation would take too long.
+        some splits are not simulated. Then `remaining_s` is the placement's lower bound; it counts
+        in the optimality gap. The same holds if the simulation would take too long.
 
         Args:
             item: Shape (parallel sizes) with a placement.
@@ -283,8 +284,8 @@ class Evaluator:
         fastest = min(filter(None, splits), key=seconds_of)  # () is no split
         if seconds_of(fastest) < best_s * NEAR:
             max_tries = min(MAX_MOVES, MAX_MOVED_PASSES // step_passes)
-            # A local search moves single blocks. It calls seconds_of() for each split that it tries,
-            # which adds the plan to `simulated`.
+            # A local search moves single blocks. It calls seconds_of() for each split that it tries.
+            # The call adds the plan to `simulated`.
             improved(fastest, seconds_of, lambda split: _moves(stages, split), max_tries)
         return Outcome(items=[], candidates=[*simulated.values()], remaining_s=bound_s)
 
@@ -306,9 +307,10 @@ class Evaluator:
             return balanced
 
         def seconds_of(split: Split) -> float:
+            """Return the step time of a split in closed form; inf if it does not fit the memory."""
             return estimate(stages.costs, split).step_s if stages.fits(split) else inf
 
-        # A block's gradients are reduced once a step, but balanced_blocks() compares seconds of one
+        # A block's gradients are reduced once a step, but balanced_blocks() compares seconds of a
         # micro-batch. So each micro-batch counts its share of the reduction.
         reduction_s = [block_s / stages.micro_batches for _, block_s, _ in stages.costs.reduction_s]
         with_reduction = balanced_blocks(stages, reduction_s)
@@ -324,14 +326,14 @@ class Evaluator:
 def balanced_blocks(stages: StageBounds, more_s: Sequence[float] = ()) -> Split:
     """Return the split that makes the slowest stage as fast as possible; () if none fits the memory.
 
-    Example: 10 blocks on a stage that needs 1 s for a block and one that needs 2 s -> (7, 3), which
-    take 7 s and 6 s.
+    Example: 10 blocks, on a first stage that needs 1 s for a block and a second that needs 2 s -> (7, 3).
+    They take 7 s and 6 s.
 
     Args:
         stages: For each stage, the seconds of a block and of the embedding or output layer
             (`extra_s`), and the number of blocks that fit its memory.
-        more_s: For each stage, seconds to add to those of a block, for what comes besides its forward
-            and backward pass, such as the reduction of its gradients; () to add nothing.
+        more_s: For each stage, seconds to add to those of a block, for work besides its forward and
+            backward pass, such as the reduction of its gradients; () to add nothing.
     """
     block_s = stages.block_s
     if more_s:
@@ -339,7 +341,7 @@ def balanced_blocks(stages: StageBounds, more_s: Sequence[float] = ()) -> Split:
     if min(stages.max_layers) < 1 or sum(stages.max_layers) < stages.layer_count:
         return ()
     # The ideal division has fractions of blocks. Rounded down, it is too small in sum; with at
-    # least one block on every stage, it may be too large.
+    # least 1 block on every stage, it may be too large.
     counts = _ideal_counts_rounded_down(stages, block_s)
     _remove_surplus(counts, stages, block_s)
     _add_missing(counts, stages, block_s)
@@ -350,15 +352,16 @@ def _ideal_counts_rounded_down(stages: StageBounds, block_s: Sequence[float]) ->
     """Return how many whole blocks each stage computes if all stages take the same time.
 
     If blocks were divisible, all stages would take `equal_s` seconds. Each stage gets the whole
-    blocks that it computes in this time, at least one, and no more than fit its memory.
+    blocks that it computes in this time, at least 1, and no more than fit its memory.
 
     Args:
+        stages: Bounds on the work of the stages, and most layers of each.
         block_s: For each stage, the seconds of a block.
     """
     counts = [1] * stages.stage_count
     if min(block_s) > 0:
         blocks_per_s = sum(1 / seconds for seconds in block_s)
-        # Embedding and output layer, as so many blocks of their stage.
+        # Embedding and output layer, in blocks of their stage that take as long.
         extra_blocks = sum(extra / seconds for extra, seconds in zip(stages.extra_s, block_s))
         equal_s = (stages.layer_count + extra_blocks) / blocks_per_s
         for stage, most in enumerate(stages.max_layers):
@@ -370,7 +373,7 @@ def _ideal_counts_rounded_down(stages: StageBounds, block_s: Sequence[float]) ->
 def _remove_surplus(counts: list[int], stages: StageBounds, block_s: Sequence[float]) -> None:
     """Take blocks from the slowest stages until the sum is no larger than the model's blocks.
 
-    Every stage got at least one block, which may be more than its share.
+    Every stage got at least 1 block, even if its share is smaller.
     """
     while sum(counts) > stages.layer_count:
         slowest = max(
@@ -381,9 +384,10 @@ def _remove_surplus(counts: list[int], stages: StageBounds, block_s: Sequence[fl
 
 
 def _add_missing(counts: list[int], stages: StageBounds, block_s: Sequence[float]) -> None:
-    """Give the remaining blocks, one by one, to the stage that is fastest with one more."""
+    """Give each remaining block to the stage that is fastest with another block."""
 
     def with_one_more(stage: int) -> tuple[float, int]:
+        """Return the seconds of a stage with another block, and its number for ties."""
         return stages.extra_s[stage] + (counts[stage] + 1) * block_s[stage], stage
 
     heap = []  # (seconds with one more block, stage), of the stages that have room for it
@@ -401,20 +405,20 @@ def _add_missing(counts: list[int], stages: StageBounds, block_s: Sequence[float
 def _moves(stages: StageBounds, split: Split) -> Iterator[tuple[int, int]]:
     """Yield (from stage, to stage) for moves of a block, from stages with much work to little.
 
-    At most a third of all tries are spent on one round of moves, so that several rounds are
+    At most a third of all tries are spent on each round of moves, so that several rounds are
     possible.
     """
     return islice(full_to_empty(_work_s(stages, split)), MAX_MOVES // 3)
 
 
 def _work_s(stages: StageBounds, split: Split) -> list[float]:
-    """Return the seconds in which each stage computes its layers for one micro-batch."""
+    """Return the seconds in which each stage computes its layers for a micro-batch."""
     return [layers * block_s for layers, block_s in zip(split, stages.block_s)]
 
 
 def is_allowed(limits: Limits, placement: Placement) -> bool:
     """Return whether the user's limits on order and on traffic between clusters allow a placement."""
-    # of() returns those of the values that are allowed: [] if the only one is not.
+    # of() returns those of the values that are allowed: [] if the only value is not.
     order = limits.of("order", [placement.sizes.order])
     clusters = limits.of("clusters", [crossing_groups(placement)])
     return bool(order and clusters)

@@ -20,19 +20,19 @@ from holmes_ext.planner.search.stock import CAUSES, causes, stock_like
 from holmes_ext.planner.simulate.deadline import TimeIsOver
 from holmes_ext.words import counted, some_of
 
-#: A stage is thin if it has at most this share of the mean number of layers, or one layer.
+#: A stage is thin if it has at most this share of the mean number of layers, or a single layer.
 THIN_SHARE = 1 / 3
-#: Mean number of layers from which on a stage of one layer is thin.
+#: Least mean number of layers for which a stage of a single layer is thin.
 MIN_MEAN_LAYERS = 2
 #: Most changes of the site that are shown.
 MAX_CHANGES = 7
 #: A change of the step below this fraction is none.
 NEGLIGIBLE = 0.001
-#: Most causes and unchanged cases that one line lists.
+#: Most causes and unchanged cases that a line lists.
 MAX_CAUSES = 3
 MAX_UNCHANGED = 4
 
-# Thresholds from which on a cost explains why a stage has few layers.
+# A cost above these thresholds explains why a stage has few layers.
 #: Time of a layer, relative to the fastest stage.
 SLOW_LAYER = 1.2
 #: Share of collectives in a layer's time.
@@ -58,7 +58,7 @@ def thin_stages(result: SearchResult, candidate: Candidate) -> list[str]:
     """Explain why some stages have very few layers, and compare with an even split.
 
     Returns:
-        A sentence for each reason and one for the even split; [] if no stage is thin.
+        A sentence for each reason and another for the even split; [] if no stage is thin.
     """
     split = candidate.split  # layers of each stage
     mean = sum(split) / len(split)
@@ -95,7 +95,14 @@ def _even_split_line(result: SearchResult, candidate: Candidate) -> str:
 
 
 def _thin_line(candidate: Candidate, costs: StageCosts, stages: list[int], reasons: str) -> str:
-    """Return the sentence "stages 0, 3 (a, b) have 1 layer: reasons"."""
+    """Return the sentence "stages 0, 3 (a, b) have 1 layer: reasons".
+
+    Args:
+        candidate: The plan.
+        costs: Its costs, with the clusters of each stage.
+        stages: Stages with the same reasons.
+        reasons: Reasons why they have few layers.
+    """
     numbers = ", ".join(map(str, stages))
     places = ", ".join(dict.fromkeys(costs.places[stage] for stage in stages))
     layers = " and ".join(dict.fromkeys(str(candidate.split[stage]) for stage in stages))
@@ -121,8 +128,14 @@ def _thin_reasons(
                      stage's gradient reduction. Long is more than 2 % of the step, and at least
                      half as long as on the stage where this part is longest
         messages     an activation to a neighbour and its gradient take longer than a layer
+
+    Args:
+        costs: Costs of the plan.
+        result: The search that found it.
+        candidate: The plan.
+        stage: Number of the stage.
     """
-    # Seconds of one micro-batch in one block, on each stage.
+    # Seconds of a micro-batch in a block (layer), on each stage.
     layer_s = [
         forward[BLOCK] + backward[BLOCK]
         for forward, backward in zip(costs.forward_s, costs.backward_s)
@@ -138,7 +151,9 @@ def _ends_reason(costs: StageCosts, layer_s: float, stage: int) -> Iterator[str]
     """Yield a sentence if a stage's embedding or output layer takes long, compared with a block.
 
     Args:
-        layer_s: Seconds of one micro-batch in one block of the stage.
+        costs: Costs of the plan.
+        layer_s: Seconds of a micro-batch in a block of the stage.
+        stage: Number of the stage.
     """
     if stage == 0:
         name = "the embedding"
@@ -157,7 +172,7 @@ def _reduction_reason(costs: StageCosts, candidate: Candidate, stage: int) -> It
     """Yield a sentence if a stage's gradient reduction would delay a step with even layers.
 
     Even layers are equal numbers of layers on all stages. The reduction delays the step by its
-    exposed part, which no pass hides. A sentence is due if this part is more than 2 % of the step
+    exposed part: no pass hides it. A sentence is due if this part is more than 2 % of the step
     (EXPOSED_SHARE), and at least half as long as on the stage where it is longest
     (EXPOSED_OF_LARGEST).
     """
@@ -176,7 +191,9 @@ def _messages_reason(costs: StageCosts, layer_s: float, stage: int) -> Iterator[
     is this stage.
 
     Args:
-        layer_s: Seconds of one micro-batch in one block of the stage.
+        costs: Costs of the plan.
+        layer_s: Seconds of a micro-batch in a block of the stage.
+        stage: Number of the stage.
     """
     transfers = []  # of a block's activation, over the links to the neighbours
     if stage > 0:
@@ -217,13 +234,16 @@ def _slow_layer_reason(
 
     Args:
         layer_s: Seconds of a layer on each stage.
+        result: The search that found the plan.
+        candidate: The plan.
+        stage: Number of the stage.
     """
     least_s = min(layer_s)
     stage_layer_s = layer_s[stage]
     if stage_layer_s <= SLOW_LAYER * least_s:
         return
     prices = result.prices(candidate.shape)
-    # fold(): the stage in a smaller placement with the same costs, which many placements share.
+    # fold(): the stage in a smaller placement with the same costs; many placements share it.
     fold, (folded_stage,) = prices.fold(candidate.placement, stage)
     collective_share = prices.collective_s(fold, folded_stage) / stage_layer_s
     collectives = ""
@@ -265,7 +285,7 @@ def explain(result: SearchResult) -> list[str]:
 
 
 def _change_lines(result: SearchResult) -> list[str]:
-    """Return a sentence for each change of the site that changes the step, and one for all that do not."""
+    """Return a sentence for each change of the site that changes the step, and another for all others."""
     best_s = result.best.step_s
     gap = result.optimality_gap.gap if result.optimality_gap else 0.0
     least_effect = max(NEGLIGIBLE, gap)  # smaller changes may be due to the search

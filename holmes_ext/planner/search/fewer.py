@@ -73,9 +73,8 @@ def best_use(
         best so far, with `interrupted` set.
     """
     begin = time.monotonic()
-    on_all = with_spread(
-        on_all
-    )  # with a WAN: nodes of clusters spread over the stages, if that is faster
+    # With a WAN: nodes of clusters are spread over the stages, if that is faster.
+    on_all = with_spread(on_all)
     fewer_end = begin + FEWER_NODES_SHARE * (end - begin)
     fewer, interrupted = _search_fewer_nodes(on_all, spec, fewer_end, rows)
     if fewer is None:
@@ -97,7 +96,7 @@ def best_use(
 
 
 def _search_fewer_nodes(result: SearchResult, spec: SiteSpec, end: float, rows: int) -> _FewerNodes:
-    """Search subsets of the nodes for one on which the job is faster than on all.
+    """Search for a subset of the nodes on which the job is faster than on all.
 
     Args:
         result: Plans on all nodes, from a quick search: it has not proven that no plan is faster.
@@ -147,7 +146,7 @@ class _NodeSets:
         self.end = end
         self.rows = rows
         #: For each cluster, the index of the first cluster that is interchangeable with it: equal
-        #: nodes and networks. kin_alone is for jobs on one cluster: there the networks between
+        #: nodes and networks. kin_alone is for jobs on a single cluster: there the networks between
         #: clusters do not matter, so more clusters are interchangeable.
         self.kin = first_equal_cluster(spec, result.model)
         self.kin_alone = first_equal_cluster(spec, result.model, alone=True)
@@ -175,7 +174,7 @@ class _NodeSets:
         each rate of a link, the connected components of the graph of all links that are at least as
         fast.
         """
-        clusters = range(len(self.counts))
+        clusters = range(len(self.counts))  # indices
         if len(clusters) <= MAX_ALL_SETS:
             yield from product(*((0, count) for count in self.counts))
             return
@@ -190,15 +189,16 @@ class _NodeSets:
             for (source, target), rate_bps in rates_between(network).items()
         }
         for least_bps in sorted({*rates_bps.values()}):
+            # A component: clusters that links of at least this rate connect.
             for component in _components(clusters, rates_bps, least_bps):
                 yield tuple(
                     count if index in component else 0 for index, count in enumerate(self.counts)
                 )
 
     def one_less(self) -> Iterator[Counts]:
-        """Yield sets of nodes that are a little smaller than the best one so far.
+        """Yield sets of nodes that are a little smaller than the best set so far.
 
-        For each cluster, they are the best set without this cluster, and without one node of it.
+        For each cluster, they are the best set without this cluster, and without a node of it.
         """
         for index, count in enumerate(self.counts):
             for fewer in {0, max(0, count - 1)}:
@@ -219,6 +219,7 @@ class _NodeSets:
         previous_result = self.best_result
 
         def most_flops_first(counts: Counts) -> tuple[float, list[int]]:
+            """Return a sort key: least computing time first, then most nodes in the first clusters."""
             return self._compute_s(counts), [-count for count in counts]
 
         for counts in sorted({*sets}, key=most_flops_first):
@@ -289,6 +290,7 @@ def _components(
     Example: clusters 0, 1 and 2, and only the link between 0 and 2 is fast enough -> {0, 2}, {1}
 
     Args:
+        clusters: Indices of the clusters.
         rates_bps: (cluster, cluster) -> bits/s.
         least_bps: Least rate of a link that counts.
     """

@@ -29,7 +29,7 @@ from holmes_ext.planner.search.space import Limits
 T = TypeVar("T")
 #: Steps that differ by less than this fraction are equal.
 EQUAL = 1e-9
-#: An optimality gap up to so many times EQUAL counts as zero.
+#: An optimality gap up to this multiple of EQUAL counts as zero.
 ROUNDING_ERRORS = 10
 #: Forward and backward pass of a matrix multiplication: floating-point operations relative to the
 #: forward.
@@ -38,7 +38,7 @@ FLOPS_FACTOR = 3
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan: a shape, the nodes of its stages, and its split of the layers."""
+    """A plan: a shape, the nodes of its stages, and its split of the layers."""
 
     shape: Shape
     placement: Placement
@@ -139,15 +139,15 @@ class SearchResult:
     #: Shape -> lower bound on the step time of its placements, in seconds; shapes that fit the
     #: memory only.
     ideals: dict[Shape, float] = field(default_factory=dict)
-    #: Lower bound on the step time of the shapes that no time was left to bound one by one, in
-    #: seconds; inf if there are none.
+    #: Lower bound on the step time of all shapes for which no time was left to compute their own
+    #: bound, in seconds; inf if there are none.
     unbounded_s: float = inf
     #: None before a step was simulated.
     optimality_gap: OptimalityGap | None = None
     #: The layout that the user gave, if any.
     user_layout: Candidate | None = None
-    #: The plan that differs from this layout least: the same sizes with better layers of the
-    #: stages; None if there is none.
+    #: The plan that differs from this layout least: the same sizes, with a better number of layers on
+    #: each stage; None if there is none.
     nearest: Candidate | None = None
     #: Number of shapes; of placements excluded by their bound; of shapes and placements that fit no
     #: memory.
@@ -167,9 +167,9 @@ class SearchResult:
     overlap: str = ""
     #: ZeRO 1 gathers the weights under the next forward pass.
     gather_overlap: bool = False
-    #: What remember() has computed.
+    #: Results of remember().
     remembered: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    #: Result for all nodes, if this one uses fewer nodes because the job is faster with them.
+    #: Result for all nodes, if this result uses fewer nodes because the job is faster with them.
     on_all: SearchResult | None = None
 
     @property
@@ -231,8 +231,8 @@ class SearchResult:
     def _compute_prices(self, shape: Shape, flat: bool) -> Prices:
         """Return the Prices of a shape: times of computation and communication for any placement.
 
-        A pipeline stage reduces its gradients flat (in one ring) or hierarchically. Who reduces
-        hierarchically decides which ways are possible:
+        A pipeline stage reduces its gradients flat (in a ring) or hierarchically. The possible ways
+        depend on whether holmes or the framework reduces hierarchically:
 
             holmes           each stage has the way that is faster for it
             the framework    all stages have the same way, and the ZeRO stages are limited
@@ -262,14 +262,14 @@ class SearchResult:
             hybrid=shape.replicas > 1,  # ZeRO 3 shards inside each cluster only
         )
         sizes = shape.sizes()
-        # (key, function) -> the function's value, computed once a key. So a key has all that the
-        # value depends on; the model itself is not hashable, so its id stands for it.
+        # (key, function) -> the function's value, computed once a key. So a key has everything that
+        # affects the value; the model itself is not hashable, so its id stands for it.
         remember = self.network.remember
         key = (id(self.model), shape.micro_batch, shape.recompute)
         model_key = (*key, shape.micro_batches, shape.mode)
         model = remember(model_key, lambda: shape.model(self.model))
-        # The layers of a rank, which also depend on the sizes that divide a layer, and on whether
-        # one stage has all layers.
+        # The layers of a rank. They also depend on the sizes that divide a layer, and on whether a
+        # single stage has all layers.
         has_all_layers = shape.pipeline == 1
         rank_key = (*key, shape.tensor, shape.context, shape.expert, has_all_layers)
         kinds = remember(rank_key, lambda: kinds_of(model, sizes))
@@ -279,6 +279,7 @@ class SearchResult:
         """Return the times and the memory of a candidate's stages.
 
         Args:
+            candidate: The plan.
             sharded: Include the collectives of ZeRO 2 and 3 in the passes.
         """
         prices = self.prices(candidate.shape, candidate.flat)
@@ -290,6 +291,8 @@ class SearchResult:
         """Return the plan of a shape, a placement and a split, with its step by the closed form.
 
         Args:
+            shape: Parallel sizes, micro-batch, recomputation and ZeRO stage.
+            placement: Nodes of each stage.
             split: Layers of each stage.
             flat: Without hierarchical all-reduce.
         """
@@ -308,14 +311,14 @@ class SearchResult:
         )
 
     def remember(self, name: str, candidate: Candidate, compute: Callable[[], T]) -> T:
-        """Return compute(), which is called only once for each name and candidate.
+        """Return the result of compute(), called only once for each name and candidate.
 
         Copies of a result (replace()) share the remembered values. A value is computed again for a
         copy that simulates the candidate differently: with another network, model or rules, or
         another overlap of gradient reductions or weight gathers.
 
         Args:
-            name: What compute() returns, such as "causes".
+            name: Name of the result, such as "causes".
             candidate: The plan that compute() is about.
             compute: Function without arguments.
         """
@@ -327,7 +330,7 @@ class SearchResult:
         return value
 
     def __getstate__(self) -> dict[str, object]:
-        # Worker processes rebuild the cache of prices, which cannot be pickled, and need no other.
+        # The cache of prices cannot be pickled. Worker processes rebuild it, and need no other cache.
         state = {name: value for name, value in self.__dict__.items() if name != "_cached_prices"}
         return {**state, "remembered": {}}
 
@@ -340,6 +343,7 @@ class SearchResult:
         and reductions overlap as in the framework.
 
         Args:
+            shape: Parallel sizes, micro-batch, recomputation and ZeRO stage.
             split: Layers of each stage; () for the same number on every stage.
             order: Order of the parallel axes in the ranks.
         """
@@ -355,10 +359,10 @@ class SearchResult:
     def with_known(self, candidate: Candidate) -> SearchResult:
         """Return the result with `candidate` as its best plan, if `candidate` is faster.
 
-        The candidate does not come from the search. It is the user's own layout, for example, which
-        may lie outside the search space (with a micro-batch of 3, say). If the layout is the
-        fastest, no slower plan may be called the best. The result is unchanged unless the candidate
-        was simulated and fits the memory.
+        The candidate does not come from the search. For example, it is the user's own layout. This may
+        lie outside the search space (with a micro-batch of 3, say). If the layout is the fastest, no
+        slower plan may be called the best. The result is unchanged unless the candidate was simulated
+        and fits the memory.
         """
         is_faster = candidate.simulated_s and candidate.fits and candidate.step_s < self.best.step_s
         if not is_faster or self.optimality_gap is None:
@@ -385,7 +389,7 @@ class SearchResult:
 
         Args:
             network: Network of the new request.
-            model: Model of the new request; None for the same one.
+            model: Model of the new request; None for the same model.
         """
         model = model or self.model
         return replace(

@@ -9,9 +9,9 @@ Each entry of this tree is an item. It has a lower bound on the step time of all
 
 1. A first look (sketch.py) finds good plans by the closed form and simulates the fastest.
 2. The item with the least lower bound is divided or simulated next. Before all others come the
-   "early" items, which probably contain a better plan: shapes with the parallel sizes of the best
-   plan, but other recomputation or ZeRO, and their placements. Only a limited number of items is
-   processed early.
+   "early" items, because they probably contain a better plan: shapes with the parallel sizes of the
+   best plan, but other recomputation or ZeRO, and their placements. Only a limited number of items
+   is processed early.
 3. The search ends when the least remaining bound is no better than the best simulated step: no
    other plan can be faster. With a time limit, a WAN, or if some cluster orders were left out, the
    optimality gap says how much faster another plan could be.
@@ -82,8 +82,8 @@ def search(
             (`candidates`) yet. So it is the request of the search.
         seconds: Time limit.
         progress: Called from time to time.
-        rows: Number of shapes that the caller's table shows. So many get a candidate, even if their
-            lower bound excludes them.
+        rows: Number of shapes that the caller's table shows. At least this number of shapes get a
+            candidate, even if their lower bound excludes them.
         only: Shapes to examine instead of all.
         prove: Go on after the first look, until the best plan is proven or the time is over.
         simulate: Simulate the fastest plans instead of using the closed form only.
@@ -112,18 +112,17 @@ def search(
         # The caller has this object, the request, even if the search ends with an error or an
         # interrupt.
         result.seconds = time.monotonic() - begin
-    # What is returned may be a copy of the request.
+    # `found` may be a copy of the request, so it needs the time, too.
     return replace(found, seconds=time.monotonic() - begin)
 
 
 def first_look(
     result: SearchResult, seconds: float, rows: int = 1, only: Sequence[Shape] = ()
 ) -> SearchResult:
-    """Search for good plans only, without a proof that the fastest found is the best.
+    """Search for good plans only, without a proof that the fastest plan found is the best.
 
-    This first look (sketch.py) is what search() begins with. It ranks the parallel sizes by the
-    closed form (a formula for the step time, which takes microseconds). Then it simulates the
-    fastest plans.
+    search() begins with this first look (sketch.py). It ranks the parallel sizes by the closed form
+    (a formula for the step time that takes microseconds). Then it simulates the fastest plans.
 
     Args:
         result: The job, its clusters and the user's limits, in a SearchResult that has no plans
@@ -171,6 +170,7 @@ def _start_worker(result: SearchResult) -> None:
 
 
 def _process_in_worker(item: Item, bound_s: float, best_s: float) -> Outcome:
+    """Examine a part of the search space in a worker process (see Evaluator.process)."""
     assert _evaluator is not None
     return _evaluator.process(item, bound_s, best_s)
 
@@ -178,7 +178,7 @@ def _process_in_worker(item: Item, bound_s: float, best_s: float) -> Outcome:
 class _Entry(NamedTuple):
     """Part of the search space that waits to be examined; the least lower bound comes first.
 
-    An item is all plans of a shape (parallel sizes), or those with one placement of the stages.
+    An item is all plans of a shape (parallel sizes), or those with the same placement of the stages.
     """
 
     bound_s: float
@@ -187,7 +187,7 @@ class _Entry(NamedTuple):
 
 
 class _Phase(IntEnum):
-    """What is to be done next with an item that is examined early; earlier phases come first.
+    """Next step of an item that is examined early, by priority.
 
     An item is a part of the search space. Early items are near the best plan.
     """
@@ -201,13 +201,15 @@ class _EarlyEntry(NamedTuple):
     """Item that is examined before the main queue, because it probably has a better plan.
 
     An item is a part of the search space: all plans of a shape (parallel sizes), or of a placement.
-    The queue is sorted by phase, then by `order`, then by `number`.
+    Entries are compared by their fields in this order; the smallest is examined first.
     """
 
-    phase: _Phase
-    order: float  # within the phase: lower bound, rank or predicted seconds, the least first
-    number: int  # order of creation; decides between equal orders
-    bound_s: float
+    phase: _Phase  # next step of the item: divide it, tighten its bound, or simulate it
+    #: Priority within the phase: lower bound in seconds (SHAPE), rank of its bound (PLACEMENT) or
+    #: predicted step in seconds (TIGHTENED).
+    order: float
+    number: int  # counts all entries as they are created; decides between equal orders
+    bound_s: float  # lower bound on the step time of the item's plans, in seconds
     item: Item
 
 
@@ -219,15 +221,15 @@ class _Task(NamedTuple):
 
     bound_s: float
     item: Item
-    early: bool
+    early: bool  # whether it comes from the early queue
 
 
 class _BranchAndBound:
     """Branch and bound search for the fastest plan, with its queues and worker processes.
 
     It goes on from a first look. An item is a part of the search space: all plans of a shape
-    (parallel sizes), or those with one placement. Processing an item divides it, tightens its lower
-    bound or simulates its plans. Items wait in two queues:
+    (parallel sizes), or those with the same placement. Processing an item divides it, tightens its
+    lower bound or simulates its plans. Items wait in two queues:
 
         early_queue    items that probably have a better plan; processed first
         queue          all others, the least lower bound first
@@ -261,8 +263,8 @@ class _BranchAndBound:
         self.queue: list[_Entry] = []
         #: Items that probably have a better plan. They are processed before those of `queue`.
         self.early_queue: list[_EarlyEntry] = []
-        #: Phase (what is to be done next with an item) -> number of items that may still be
-        #: processed from early_queue in this phase. After that, its items move to `queue`.
+        #: Phase (next step of an item) -> number of items that may still be processed from
+        #: early_queue in this phase. After that, its items move to `queue`.
         self.early_left = {
             _Phase.SHAPE: len(result.ideals),  # all shapes (`ideals`: their lower bounds)
             _Phase.PLACEMENT: MAX_EARLY_TIGHTENED,
@@ -284,8 +286,8 @@ class _BranchAndBound:
         processes = min(cores, MAX_PROCESSES)
         patience = PATIENCE if self.result.network.wan else inf
         while time.monotonic() < self.end and self.processed - self.improved_at < patience:
-            # Worker processes take a while to start, which a short search does not need, nor one
-            # that ends soon.
+            # Worker processes take a while to start. That does not pay for a short search, nor if the
+            # search ends soon.
             is_long = time.monotonic() > self.begin + ALONE_S
             ends_soon = self.pool is None and time.monotonic() > self.end - ALONE_S
             if processes > 1 and is_long and not ends_soon:
@@ -300,7 +302,7 @@ class _BranchAndBound:
 
         A shape is the parallel sizes, recomputation and ZeRO stage. Shapes that differ from the
         best plan's only in recomputation or ZeRO stage probably have a better plan. So they go to
-        the early queue, which is processed first. This is so for 1F1B over several stages only:
+        the early queue, to be processed first. This holds for 1F1B over several stages only:
         other shapes have a single split of their layers, and gain nothing from the early queue's
         tighter bound over all splits.
         """
@@ -335,7 +337,7 @@ class _BranchAndBound:
     def _process_in_workers(self, processes: int) -> bool:
         """Keep the workers busy with parts of the search space; wait for a result and record it.
 
-        Each process gets a spare part, so that it need not wait for the next one.
+        Each process gets a spare part, so that it need not wait for the next part.
 
         Args:
             processes: Number of worker processes.
@@ -368,14 +370,14 @@ class _BranchAndBound:
 
         An item is a part of the search space. The early queue comes first; it has the items near
         the best plan. `early_left` says how many more of each phase may be taken from it; further
-        ones move to the main queue, which is sorted by lower bound.
+        items move to the main queue. The main queue is sorted by lower bound.
         """
         while self.early_queue:
             entry = heapq.heappop(self.early_queue)
             if self.early_left[entry.phase] and entry.bound_s < self.best_s * (1 - EQUAL):
                 self.early_left[entry.phase] -= 1
                 return _Task(entry.bound_s, entry.item, early=True)
-            # Enough early items of this phase were processed: this one waits in the main queue.
+            # Enough early items of this phase were processed: this item waits in the main queue.
             self._push(entry.bound_s, entry.item)
         if not self._may_improve():
             return None
@@ -387,9 +389,11 @@ class _BranchAndBound:
         return bool(self.queue) and self.queue[0].bound_s < self.best_s * (1 - EQUAL)
 
     def _push(self, bound_s: float, item: Item) -> None:
+        """Put a part of the search space into the main queue."""
         heapq.heappush(self.queue, _Entry(bound_s, next(self.number), item))
 
     def _push_early(self, phase: _Phase, order: float, bound_s: float, item: Item) -> None:
+        """Put a part of the search space into the queue of parts to examine first."""
         entry = _EarlyEntry(phase, order, next(self.number), bound_s, item)
         heapq.heappush(self.early_queue, entry)
 
@@ -397,12 +401,12 @@ class _BranchAndBound:
         """Queue the new items that examining an item gave, and keep its plans and its bound.
 
         An item is a part of the search space: all plans of a shape (parallel sizes), or those with
-        one placement. A placement is first tightened (its lower bound is computed more precisely),
-        then simulated. Items near the best plan wait in the early queue, which is processed first;
-        the others in the main queue.
+        the same placement. A placement is first tightened (its lower bound is computed more
+        precisely), then simulated. Items near the best plan wait in the early queue, to be processed
+        first; the others in the main queue.
 
         Args:
-            outcome: Result of the work on one item: smaller items, and simulated plans.
+            outcome: Result of the work on an item: smaller items, and simulated plans.
             early: The item came from the early queue. Then the new placements go there, too.
         """
         by_bound = sorted(outcome.items, key=lambda entry: entry.bound_s)
@@ -412,7 +416,7 @@ class _BranchAndBound:
                     # The placement whose split has the shortest predicted step is simulated first.
                     phase, order = _Phase.TIGHTENED, item.predicted_s
                 else:
-                    # By rank among the placements of one shape, so the best of each shape come
+                    # By rank among the placements of the same shape, so the best of each shape come
                     # first.
                     phase, order = _Phase.PLACEMENT, float(rank)
                 self._push_early(phase, order, bound_s, item)

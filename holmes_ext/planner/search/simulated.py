@@ -2,8 +2,8 @@
 
 Variants are other orders of the forward and backward passes: breadth-first, or an order that is
 optimized for the plan and then written out ("listed"). Under 1F1B a plan may also start more
-micro-batches before the first backward pass than the framework does (the warm-up depth), which
-hides slow links between stages.
+micro-batches before the first backward pass than the framework does (the warm-up depth). That hides
+slow links between stages.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ def execution_of(
     breadth_first: bool = False,
     listed: tuple[str, ...] = (),
 ) -> Execution:
-    """Return the schedule and the overlap with which the simulation runs a candidate.
+    """Return the settings with which the simulation runs a candidate, as an Execution.
+
+    These are the order of the passes (schedule), whether gradients are reduced during the backward
+    pass (overlap), the reductions of the stages, and compression.
 
     Args:
-        result: The job, with the engine (framework) and the rules of its communication.
+        result: Request or result of the search: the engine (framework), and rules for communication.
         shape: The candidate's parallel sizes, batch sizes, recomputation and ZeRO stage.
         split: Layers of each stage.
         reductions: Name of each stage's gradient reduction: "flat", "hierarchical" or "hybrid".
@@ -93,7 +96,7 @@ def job_of(
     hide_stage_links: bool = True,
     in_flight: Sequence[int] = (),
 ) -> JobStep:
-    """Prepare the simulation of one step of a candidate: a JobStep, whose step() runs it.
+    """Prepare the simulation of a step of a candidate. JobStep.step() of the result runs it.
 
     The simulated pipeline schedule is the candidate's or the framework's. The candidate's schedule
     may hide the links between stages: the stages begin more micro-batches before their first
@@ -107,8 +110,10 @@ def job_of(
     The framework's own schedule of a breadth-first candidate is breadth-first, too.
 
     Args:
-        hide_stage_links: Whether to simulate the candidate's schedule, which may hide the links
-            between stages. False: the framework's own schedule, which does not.
+        result: The search, with the network, the model and the rules.
+        candidate: The plan.
+        hide_stage_links: Whether to simulate the candidate's schedule; it may hide the links between
+            stages. False: the framework's own schedule, which does not hide them.
         in_flight: Warm-up depth of each stage, instead of the candidate's; () for the candidate's.
 
     Raises:
@@ -135,14 +140,14 @@ def job_of(
 
 
 def simulated(result: SearchResult, candidate: Candidate) -> Step:
-    """Simulate one step of a candidate, and return the spans of its ranks."""
+    """Simulate a step of a candidate, and return the spans of its ranks (what each does when)."""
     return job_of(result, candidate).step()
 
 
 def passes(shape: Shape, layers: int) -> int:
     """Return the number of passes that a simulated step has, as a measure of its work.
 
-    With ZeRO 2 and 3 each layer counts, because its weights and gradients travel separately.
+    With ZeRO 2 and 3 each layer counts, because its weights and gradients are sent separately.
     """
     messages = layers if shape.zero > 1 else 1
     return 2 * shape.micro_batches * shape.pipeline * shape.virtual * messages
@@ -181,7 +186,7 @@ def step_without(result: SearchResult, candidate: Candidate) -> float:
     if candidate.simulated_s:
         with suppress(TimeIsOver):
             # folded_s(): simulates a step, and returns its duration in seconds.
-            # hide_stage_links=False: the framework's schedule, which does not hide slow links
+            # hide_stage_links=False: the framework's schedule
             return result.remember(
                 "framework's schedule",
                 candidate,
@@ -201,7 +206,7 @@ def memory_of(result: SearchResult, candidate: Candidate, stage: int) -> Memory:
         stage: Number of the stage, from 0.
     """
     shape = candidate.shape
-    # The layers as one rank has them: tensor parallelism has divided them already.
+    # The layers as a rank has them: tensor parallelism has divided them already.
     rank_model = result.prices(shape).job
     sizes = candidate.placement.sizes
     layers_held = [rank_model.block] * candidate.split[stage]
@@ -210,7 +215,7 @@ def memory_of(result: SearchResult, candidate: Candidate, stage: int) -> Memory:
     if stage == shape.pipeline - 1:
         layers_held.append(rank_model.layers[-1])  # output layer
     # Ranks among which ZeRO divides the state. With hybrid sharding (replicas > 1), these are the ranks
-    # of one copy of the sharded weights.
+    # of a single copy of the sharded weights.
     shards = sizes.data * sizes.context // shape.replicas
     expert_shards = max(1, shards // sizes.expert)
     kept_micro_batches = _kept_micro_batches(candidate, stage)
@@ -236,12 +241,13 @@ def _kept_micro_batches(candidate: Candidate, stage: int) -> float:
 def with_passes(result: SearchResult, end: float = inf) -> SearchResult:
     """Return the result with a better order of passes for its fastest plans, if that is faster.
 
-    in_passes() looks for the best order of the forward and backward passes on each stage of a plan.
-    Only the MAX_SOLVED fastest simulated candidates are tried. If one of them beats the best plan
+    in_passes() searches for the best order of the forward and backward passes on each stage of a plan.
+    Only the MAX_SOLVED fastest simulated candidates are tried. If any of them beats the best plan
     in its new order, it becomes the first candidate. The optimality gap stays that of 1F1B
     schedules.
 
     Args:
+        result: The search, with simulated plans.
         end: Moment of time.monotonic() after which no further candidate is tried.
     """
     simulated_plans = [
@@ -284,10 +290,11 @@ def in_passes(result: SearchResult, candidate: Candidate) -> Candidate | None:
     # Seconds for which a message's bytes occupy the link; the others are latency. Without such a
     # distinction the link is occupied all the time.
     occupied_links_s = costs.link_load_s or stage_links_s
-    one_order = (
-        not result.rules.direct
-    )  # NCCL needs a common order of a link's messages, gloo does not
-    pass_order = quickest(loads, stage_links_s, occupied_links_s, shape.micro_batches, one_order)
+    # NCCL needs a common order of a link's messages. gloo's direct exchanges do not.
+    needs_message_order = not result.rules.direct
+    pass_order = quickest(
+        loads, stage_links_s, occupied_links_s, shape.micro_batches, needs_message_order
+    )
     if pass_order is None:
         return None
     memory_bytes = tuple(map(StageLoad.bytes_of, loads, pass_order.in_flight))
@@ -300,7 +307,7 @@ def with_breadth_first(result: SearchResult) -> SearchResult:
     """Return the result with a candidate in breadth-first order first, if it beats the best.
 
     Breadth-first pipeline parallelism (arXiv 2211.05953) passes all micro-batches through a chunk
-    before the next one. The framework must support it.
+    before the next chunk. The framework must support it.
     """
     pipelines = [
         candidate

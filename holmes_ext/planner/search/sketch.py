@@ -32,11 +32,11 @@ from holmes_ext.words import counted
 #: Most candidates that are simulated, and most passes of all of them together.
 MAX_SIMULATED = 30
 MAX_PASSES = 60_000
-#: With a WAN a simulated pass takes so many times as long. The hierarchical all-reduce of a chunk
-#: takes as long as so many passes.
+#: Factor on the time to simulate a pass with a WAN. Simulating the hierarchical all-reduce of a chunk
+#: takes as long as HIERARCHICAL_PASSES passes.
 WAN_PASS_FACTOR = 4
 HIERARCHICAL_PASSES = 1000
-#: If the time is short, it is kept for so many simulations, which the output of the best plan needs.
+#: If the time is short, it is kept for this number of simulations: the output of the best plan needs them.
 RESERVED_SIMULATIONS = 6
 #: A plan is not simulated if its closed form exceeds the best simulated step by this factor.
 FAR = 1.5
@@ -52,12 +52,12 @@ MIN_RANKED = 32
 FLOOR_S = 0.5
 #: A split is improved by local search if its step is within this factor of the best step.
 NEAR = 1.2
-#: Progress is reported once for so many shapes.
+#: Number of shapes after which progress is reported.
 PROGRESS_EVERY = 16
 #: Lower bounds are computed for every STRIDE-th shape first, then for those between them: if the time
 #: ends, shapes of all kinds have one.
 STRIDE = 16
-#: The lower bounds of the shapes may take so many times as long as the closed form of the best shapes.
+#: Most time for the lower bounds of the shapes, relative to the time for the closed form of the best shapes.
 BOUNDS_SHARE = 3.0
 #: Term of the memory -> how to make it smaller.
 FIXES = {
@@ -163,7 +163,7 @@ class Sketch:
         """Compute the lower bound on the step time of every shape (parallel sizes), and keep it.
 
         Shapes whose layers fit no memory are only counted. If the time ends, the shapes that are
-        left are not examined, and get one common lower bound (`unbounded_s`): the time that all
+        left are not examined, and get a common lower bound (`unbounded_s`): the time that all
         GPUs together need to compute a step. MIN_RANKED shapes are examined even then, as far as
         that takes FLOOR_S seconds.
 
@@ -242,11 +242,11 @@ class Sketch:
         return self.result.ideals[shape] < self.best_s * (1 - EQUAL)
 
     def _by_bound(self) -> list[Shape]:
-        """Return the shapes in the order in which to examine them: by lower bound, the least first.
+        """Return the shapes in the order of their examination: by lower bound, the least first.
 
         A shape is the parallel sizes and further settings. With more than MANY_SHAPES the time may
         end before all are examined. So for each pipeline size the 1F1B shape with the least bound
-        comes first: then each size gets a plan. Interleaved shapes and single stages have only one
+        comes first: then each size gets a plan. Interleaved shapes and single stages have a single
         split of their layers, so for them the order by bound is enough.
         """
         ideals = self.result.ideals
@@ -262,13 +262,13 @@ class Sketch:
         """Add the shape's best placement to the candidates, by the closed form (not simulated).
 
         With a WAN the closed form is less exact about the traffic between clusters. Then more
-        placements are added, if they are good: the best one in which pipelines cross clusters, the
-        best one in which data parallel groups do, and the best one in which both do. Good means
-        that the step is within the factor NEAR = 1.2 of the best step so far.
+        placements are added, if they are good: the best of those in which pipelines cross clusters,
+        of those in which data parallel groups do, and of those in which both do. Good means that
+        the step is within the factor NEAR = 1.2 of the best step so far.
         """
         result = self.result
         placed: list[_PlacedSplit] = []
-        # listed: the placements that are examined one by one
+        # listed: the placements that are examined individually
         for placement in self.evaluator.placements(shape).listed:
             stages = self.evaluator.stage_bounds(shape, placement)
             split = self.evaluator.balanced_split(stages)
@@ -291,7 +291,7 @@ class Sketch:
         result.pruned += len(placed) - len(chosen)
         for step_s, _, split, stages in chosen:
             if step_s < NEAR * self.best_s:
-                split = self.evaluator.good_split(stages)  # by a local search, which takes longer
+                split = self.evaluator.good_split(stages)  # by a local search; this takes longer
             candidate = result.candidate(shape, stages.placement, split)
             result.candidates.append(candidate)
             self.best_s = min(self.best_s, candidate.formula_s)
@@ -299,17 +299,16 @@ class Sketch:
     def _count_misfit(self, shape: Shape) -> None:
         """Count a shape or placement that fits no memory, and remember the shape nearest to fitting.
 
-        That shape is named in the error message if no plan fits. Nearest is the one that needs the
-        fewest bytes on its first stage, which holds the most micro-batches.
+        That shape is named in the error message if no plan fits. Nearest is the shape that needs the
+        fewest bytes on its first stage, because this stage holds the most micro-batches.
         """
         self.result.misfits += 1
         job = self.result.prices(shape).job
         # Micro-batches whose activations stage 0 holds at the same time.
         kept = in_flight(0, shape.pipeline, shape.virtual, shape.micro_batches)
-        # The first stage has the embedding. The output layer counts in its place if it is larger:
-        # it is what the last stage needs besides its blocks. Only blocks have activations of
-        # several micro-batches. state: weights, gradients and optimizer; kept_bytes: activations of
-        # a micro-batch
+        # The first stage has the embedding, the last stage the output layer. The larger of the two
+        # counts. Only blocks have activations of several micro-batches. state: weights, gradients and
+        # optimizer; kept_bytes: activations of a micro-batch.
         embedding, block, output = job.layers
         embedding_state, block_state, output_state = job.state_bytes
         embedding_bytes = embedding_state + embedding.kept_bytes
@@ -355,6 +354,7 @@ class Sketch:
         largest = max(terms, key=terms.__getitem__)
 
         def text(size: float) -> str:
+            """Return a number of bytes with its unit."""
             return format_bytes(size, 4)  # 4 digits: small differences should show
 
         limit = limit_bytes[stage]

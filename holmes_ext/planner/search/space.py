@@ -1,6 +1,6 @@
 """Search space: every shape (parallel sizes, micro-batch, recomputation, ZeRO stage) of a job on a site.
 
-A shape must divide its job: in each row, the left number must be a multiple of the right one.
+A shape must divide its job: in each row, the left number must be a multiple of the right number.
 
     ranks                 tensor x context x pipeline
     global batch          micro-batch x data
@@ -12,8 +12,8 @@ A shape must divide its job: in each row, the left number must be a multiple of 
     data x context        expert
 
 Groups of ranks fill nodes evenly. ZeRO 2 and 3 need a single pipeline stage (DeepSpeed's rule), and
-each ZeRO stage must be one that the engine accepts for the model. The user can limit the values of
-each size (--limit).
+the engine must accept the ZeRO stage for the model. The user can limit the values of each size
+(--limit).
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def _check_value(name: str, value: Any) -> None:
     Limits with named choices allow these only; all others allow whole numbers from 1.
 
     Args:
-        name: Name of the limit, one of NAMES.
+        name: Name of the limit (NAMES).
+        value: The value.
     """
     choices = {
         "recompute": RECOMPUTE,
@@ -137,7 +138,7 @@ def parse_limits(texts: list[str]) -> Limits:
         HolmesError: A name or a value is not known.
     """
     allowed: dict[str, tuple[Any, ...]] = {}
-    limit_texts: list[str] = []  # one limit each
+    limit_texts: list[str] = []  # of a single limit each
     for text in texts:
         limit_texts += _BETWEEN_LIMITS.split(text)
     named = named_values(limit_texts, (*NAMES, "memory"), "--limit")  # name -> text of the values
@@ -162,7 +163,7 @@ def _value_of(text: str) -> int | str:
 def shapes(network: Network, model: Model, global_batch: int, limits: Limits) -> Iterator[Shape]:
     """Yield all shapes of a job that the limits allow.
 
-    A shape is what plans differ in besides the nodes: parallel sizes, micro-batch, chunks,
+    Plans differ in their shape and their nodes. A shape is parallel sizes, micro-batch, chunks,
     recomputation and ZeRO stage. Groups of ranks must fill nodes: a tensor parallel group, also
     with its context parallel ranks, and a stage. Each is a divisor or a multiple of a node's ranks.
     If nodes have different numbers of ranks, a tensor parallel group fits into each of them.
@@ -209,7 +210,7 @@ def _context_fits(model: Model, context: int, limits: Limits) -> bool:
     if context == 1:
         return True
     is_long = "context" in limits.allowed or model.sequence >= MIN_TOKENS * context
-    # Each rank gets two pieces, an early and a late one, so that causal attention is balanced.
+    # Each rank gets two pieces, an early and a late piece, so that causal attention is balanced.
     return is_long and model.sequence % (2 * context) == 0
 
 
@@ -275,5 +276,5 @@ def _inner_shapes(
 
 
 def _fill_nodes(widths: Iterable[int], ranks: int) -> bool:
-    """Return whether groups of `ranks` ranks fill all nodes evenly, whose ranks are `widths`."""
+    """Return whether groups of `ranks` ranks fill nodes of `widths` ranks evenly."""
     return all(width % ranks == 0 or ranks % width == 0 for width in widths)

@@ -42,7 +42,7 @@ class ClusterPair(NamedTuple):
 
 
 def with_spread(result: SearchResult) -> SearchResult:
-    """Return the result with spread variants of its fastest plans, where these are faster.
+    """Return the result with spread variants of its fastest plans, if these are faster.
 
     In a spread variant of a plan, a stage may have nodes of several clusters. Variants are
     simulated if they beat the best plan by the closed form. Without a WAN the result does not
@@ -54,7 +54,7 @@ def with_spread(result: SearchResult) -> SearchResult:
     has_clusters = len(result.network.node_types) > 1
     if not result.network.wan or not has_clusters or result.optimality_gap is None:
         return result
-    # (stages, ranks that one replica of the model has on a stage) -> fastest plan, if its shape
+    # (stages, ranks that a replica of the model has on a stage) -> fastest plan, if its shape
     # could beat the best step with less traffic (_may_gain)
     fastest: dict[tuple[int, int], Candidate] = {}
     for candidate in result.candidates:
@@ -89,7 +89,7 @@ def _spread_nodes(result: SearchResult, candidate: Candidate) -> Candidate | Non
 
     A stage may then have nodes of several clusters. A local search looks for the arrangement in
     which the traffic between clusters takes least time. If clusters differ in the ranks of a node,
-    it moves blocks: nodes of one cluster with as many ranks as a block of any other cluster.
+    it moves blocks: nodes of the same cluster with as many ranks as a block of any other cluster.
 
     Returns:
         None if stages do not hold whole blocks, no arrangement has less traffic, or the memory is
@@ -111,7 +111,7 @@ def _spread_nodes(result: SearchResult, candidate: Candidate) -> Candidate | Non
     # an activation, so each of the block's ranks sends 1 / tensor of it.
     sent_bytes = shape.micro_batches * job.block.activation_bytes * blocks.ranks / shape.tensor
     scatter_share = 0.5 if shape.zero else 1.0  # a reduce-scatter is half an all-reduce
-    # Gradients of a stage: total_bytes are those of one tensor parallel rank over all stages.
+    # Gradients of a stage: total_bytes are those of a tensor parallel rank over all stages.
     reduced_bytes = shape.tensor * scatter_share * job.total_bytes / shape.pipeline
     # crossing.seconds(arrangement): seconds that the traffic between clusters takes in a step
     crossing = Crossing(network, sent_bytes, reduced_bytes)
@@ -209,7 +209,7 @@ def _crossing_messages(sender: tuple[int, ...], receiver: tuple[int, ...]) -> li
         (source, target) cluster of each message.
     """
     # Nodes of the same cluster are matched; only the surplus nodes of each cluster send to another
-    # one.
+    # cluster.
     sends = Counter(sender)
     receives = Counter(receiver)
     sources = (sends - receives).elements()
@@ -226,8 +226,8 @@ def laid(stages: Stages, sizes: Sizes, processes: int) -> Placement:
     """Return the placement in which most nodes send to a node of the same cluster.
 
     A node sends to the node at the same position of the next stage. So the clusters of each stage
-    are ordered such that at as many positions as possible, the previous stage has a node of the
-    same cluster.
+    are ordered such that the previous stage has a node of the same cluster at as many positions as
+    possible.
 
     Args:
         stages: For each stage, the cluster of every node.
@@ -238,6 +238,7 @@ def laid(stages: Stages, sizes: Sizes, processes: int) -> Placement:
     previous: list[int] = []
 
     def matches(arranged: list[int]) -> int:
+        """Return at how many positions the node is in the same cluster as in the previous stage."""
         return sum(a == b for a, b in zip(arranged, previous))
 
     for stage in stages:

@@ -36,7 +36,7 @@ CAUSES = {
 def causes(result: SearchResult, candidate: Candidate) -> dict[str, float]:
     """Return the seconds of a step by cause (CAUSES), as the mean over all ranks.
 
-    The sum of all causes is the step time: the simulated one if the candidate was simulated.
+    The sum of all causes is the step time: the simulated time if the candidate was simulated.
     """
     return dict(result.remember("causes", candidate, lambda: _compute_causes(result, candidate)))
 
@@ -65,11 +65,11 @@ def _compute_causes(result: SearchResult, candidate: Candidate) -> dict[str, flo
 
 
 def _collectives_s(result: SearchResult, candidate: Candidate) -> float:
-    """Return the seconds of one micro-batch's tensor, context and expert collectives, summed over stages."""
+    """Return the seconds of a micro-batch's tensor, context and expert collectives, summed over stages."""
     prices = result.prices(candidate.shape)
     total_s = 0.0
     for stage, layers in enumerate(candidate.split):
-        # fold(): the stage in a smaller placement with the same costs, which many placements share.
+        # fold(): the stage in a smaller placement with the same costs; many placements share it.
         fold, (folded_stage,) = prices.fold(candidate.placement, stage)
         total_s += layers * prices.collective_s(fold, folded_stage)
     return total_s
@@ -100,12 +100,13 @@ def are_reasons_simulated(result: SearchResult) -> bool:
     """Return whether simulations give the seconds by cause that reasons() returns.
 
     False: the closed form gives them, a formula for the step time. The best plan was not simulated,
-    or the time was too short to simulate where its seconds go.
+    or the time was too short for the simulations.
     """
     return _remembered_reasons(result).are_simulated
 
 
 def _remembered_reasons(result: SearchResult) -> _StepTimeByCause:
+    """Return the step time by cause, computed once for the best plan."""
     return result.remember("reasons", result.best, lambda: _compute_reasons(result))
 
 
@@ -134,6 +135,7 @@ def _causes_by_plan(
     """Return the seconds of a step by cause: plan -> cause (a key of CAUSES) -> seconds.
 
     Args:
+        result: The search.
         best: The best plan: "holmes" in the result.
         layout: The user's layout: "yours" in the result. None if there is no layout, or if it is the
             best plan.
@@ -161,7 +163,7 @@ def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult
 
 
 def _compute_stock(result: SearchResult, candidate: Candidate) -> tuple[SearchResult, Candidate]:
-    """Compute the pair that stock_like() returns and remembers: stock request, and plan."""
+    """Compute the job without holmes ("stock") for stock_like(): its search request, and its plan."""
     is_user_layout = bool(candidate.placement.names)  # only a given layout names its nodes
     split = candidate.split if is_user_layout else ()
     stock, same_sizes = result.stock(candidate.shape, split, candidate.placement.sizes.order)
@@ -171,11 +173,11 @@ def _compute_stock(result: SearchResult, candidate: Candidate) -> tuple[SearchRe
 
 
 class Baseline(NamedTuple):
-    """Job without holmes with which a plan is compared."""
+    """The same training job without holmes ("stock"): tables compare the best plan with it."""
 
     name: str  # in tables and pictures
-    request: SearchResult  # of this job
-    plan: Candidate  # that this job runs
+    request: SearchResult  # prices and simulates plans of this job
+    plan: Candidate  # layout that this job runs
 
 
 def baseline(result: SearchResult) -> Baseline:
@@ -215,6 +217,7 @@ def best_stock(result: SearchResult, end: float = inf) -> Candidate | None:
     simulated, the plans that are fastest by the closed form are simulated, too.
 
     Args:
+        result: The search, with its candidates.
         end: Moment of time.monotonic() at which the simulations must have ended.
 
     Returns:

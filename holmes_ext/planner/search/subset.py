@@ -8,11 +8,11 @@ The method is branch and bound:
     families    (8, ?, ?)  (7, ?, ?)  ...             floor: a lower bound on the price of all subsets in
                                                       the family, "?" being any number of nodes
 
-1. Likely subsets are priced first: clusters filled one after the other in every order, whole stages,
-   equal parts; then neighbours of the best subset, and all subsets of two clusters.
+1. Likely subsets are priced first: clusters filled in sequence, in every order; whole stages; equal
+   parts; then neighbours of the best subset, and all subsets of two clusters.
 2. Then the family with the least floor is divided by the number of nodes of its next open cluster. A
    family whose floor is no better than the best price is left out: bound/nodes.py replaces its open
-   clusters by ideal ones, and better hardware never makes a step longer.
+   clusters by ideal clusters, and better hardware never makes a step longer.
 3. If no family is left, the best subset found is the best of all. If the time is over first, the
    least floor of the remaining families says how much faster another subset could be.
 """
@@ -42,9 +42,9 @@ LIKELY_SHARE = 0.5
 TWO_CLUSTERS_SHARE = 0.2
 #: Steps that differ by less than this fraction are equal.
 EQUAL = 1e-9
-#: A gap up to so many times EQUAL counts as zero.
+#: A gap up to this multiple of EQUAL counts as zero.
 ROUNDING_ERRORS = 10
-#: Clusters of a family in which fixing a single cluster leaves one subset.
+#: Clusters of a family in which fixing a single cluster leaves a single subset.
 TWO_CLUSTERS = 2
 
 
@@ -65,7 +65,7 @@ class Subsets:
     """Result of a search over subsets of the idle nodes.
 
     It has the subsets found and a lower bound on the step time of all (`bound_s`). `gap` is the
-    distance between the best one's step and this bound.
+    distance between the best subset's step and this bound.
     """
 
     #: Subsets on which a plan fits, the fastest first.
@@ -101,7 +101,7 @@ def best_subset(
     """Search for the `count` nodes that train fastest.
 
     Branch and bound: a family is all subsets with given numbers of nodes of some clusters (the
-    fixed ones); the other clusters are open. Families are divided by fixing a cluster, and those
+    fixed clusters); the other clusters are open. Families are divided by fixing a cluster, and those
     with a lower bound above the best step are left out.
 
     Args:
@@ -114,8 +114,8 @@ def best_subset(
             cluster.
         first_equal: For each cluster, the first cluster that is interchangeable with it (default:
             itself).
-        order: Clusters in the order in which families fix them (default: as they are). Equal and
-            slow clusters should come last.
+        order: Order in which families fix the clusters (default: as they are). Equal and slow
+            clusters should come last.
         end: Moment of time.monotonic() at which to stop with the best so far.
 
     Raises:
@@ -191,7 +191,7 @@ class _SubsetSearch:
             price: Returns the step time of the best plan on a subset; HolmesError if none fits.
             floor: Returns a lower bound on the step time of all subsets of a family.
             first_equal: For each cluster, the first cluster that is interchangeable with it.
-            order: Clusters in the order in which families fix their number of nodes.
+            order: Order in which families fix the clusters' numbers of nodes.
             end: Moment of time.monotonic() at which to stop.
         """
         self.idle = idle
@@ -228,7 +228,7 @@ class _SubsetSearch:
 
     @property
     def proven(self) -> bool:
-        """True if no family that is left can be better than the best subset."""
+        """True if no remaining family (set of subsets) can have a faster subset than the best."""
         return not self.families or self.best_s <= self.families[0].floor_s * (1 + EQUAL)
 
     def moment(self, share: float) -> float:
@@ -264,7 +264,7 @@ class _SubsetSearch:
 
         The family with the least floor is divided first. A family is all subsets with given numbers
         of nodes of some clusters, its floor a lower bound on their step times. Dividing it gives
-        smaller families (parts), in which the number of one more cluster is given. A part with a
+        smaller families (parts), in which the number of another cluster is given. A part with a
         floor above the best step is left out; a part with a single subset is priced.
         """
         while self.families and not self.is_over(self.end):
@@ -284,12 +284,13 @@ class _SubsetSearch:
                     self._price(tuple(nodes or 0 for nodes in part))
 
     def _push(self, floor_s: float, family: Family) -> None:
+        """Put a family of subsets into the queue, by its lower bound."""
         heapq.heappush(self.families, _OpenFamily(floor_s, next(self.number), family))
 
     def _floor_s(self, family: Family) -> float:
         """Return a lower bound on the step time of every subset in a family, in seconds.
 
-        A family is all subsets with given numbers of nodes of some clusters (the fixed ones).
+        A family is all subsets with given numbers of nodes of some clusters (the fixed clusters).
         Example: (8, 4, None) has 8 nodes of the first cluster and 4 of the second. A family with
         fewer fixed clusters contains it, so that family's bound holds, too: here those of
         (8, None, None) and (None, 4, None). Such bounds are computed once and kept. If one of them
@@ -301,7 +302,7 @@ class _SubsetSearch:
         """
         fixed = [index for index, nodes in enumerate(family) if nodes is not None]
         floor_s = 0.0
-        # With two clusters, fixing one leaves a single subset, which is priced instead.
+        # With two clusters, fixing the first leaves a single subset. That is priced instead.
         if len(family) > TWO_CLUSTERS:
             for index in fixed:
                 single: list[int | None] = [None] * len(family)  # only cluster `index` is fixed
@@ -312,7 +313,7 @@ class _SubsetSearch:
                 floor_s = max(floor_s, self.floors[larger])
                 if floor_s >= self.best_s:
                     return floor_s
-        # A family with one fixed cluster has its own bound above. A single subset (no open cluster)
+        # A family with a single fixed cluster has its own bound above. A subset (no open cluster)
         # needs none: it is priced instead.
         if None in family and len(fixed) > 1:
             return max(floor_s, self.floor(family))
@@ -322,8 +323,8 @@ class _SubsetSearch:
         """Divide a family by the number of nodes of its first open cluster, most nodes first.
 
         A family is all subsets with given numbers of nodes of some clusters; the others are open.
-        Subsets that differ only in which of two interchangeable clusters has more nodes are equal.
-        Only the one in which the earlier cluster has more is yielded.
+        Subsets that differ only by exchanging interchangeable clusters are equal. Of these, only the
+        subset in which the earlier cluster has more nodes is yielded.
 
         Args:
             family: Number of nodes of each cluster; None for an open cluster.
@@ -368,10 +369,10 @@ class _SubsetSearch:
         heapq.heappush(self.found, _Found(priced.step_s, counts, priced))
 
     def _canonical(self, counts: Counts) -> Counts:
-        """Return an equal subset that stands for all that differ only in interchangeable clusters.
+        """Return the representative of all subsets that differ only in interchangeable clusters.
 
-        Among interchangeable clusters, the one with most idle nodes gets the largest number of
-        nodes of the subset, and so on.
+        Of interchangeable clusters, the cluster with most idle nodes gets the largest number of nodes
+        of the subset, and so on.
         """
         result = list(counts)
         for group in self.groups:
@@ -438,8 +439,7 @@ def _likely_subsets(idle: Counts, count: int, unit: int) -> Iterator[Counts]:
         unit: Nodes of a stage.
     """
     clusters = range(len(idle))
-    # Clusters filled one after the other, in every order; of many clusters, every choice of the
-    # first two.
+    # Clusters filled in sequence, in every order; of many clusters, every choice of the first two.
     ordered = len(idle) if len(idle) <= MAX_ALL_ORDERS else TWO_CLUSTERS
     for order in permutations(clusters, ordered):
         others = sorted(set(clusters) - set(order), key=lambda index: -idle[index])
@@ -460,8 +460,9 @@ def _fill_clusters(idle: Counts, count: int, order: Sequence[int], multiple: int
 
     Args:
         idle: Idle nodes of each cluster.
+        count: Nodes of the subset.
         order: Indices of the clusters.
-        multiple: Each cluster gets a multiple of so many nodes; the remaining nodes are then taken
+        multiple: Each cluster gets a multiple of this number of nodes; the remaining nodes are then taken
             from the first clusters that have idle nodes left.
     """
     counts = [0] * len(idle)
@@ -477,7 +478,7 @@ def _fill_clusters(idle: Counts, count: int, order: Sequence[int], multiple: int
 
 
 def _of_two_clusters(idle: Counts, count: int) -> Iterator[Counts]:
-    """Yield all subsets of one or two clusters; more clusters are seldom better."""
+    """Yield all subsets of at most two clusters; more clusters are seldom better."""
     for first, second in combinations(range(len(idle)), 2):
         least = max(0, count - idle[second])
         most = min(idle[first], count)

@@ -1,7 +1,7 @@
 """Command `holmes plan --experts FILE`: place the experts of a mixture-of-experts model on ranks.
 
-FILE has the traffic: for each layer, how many tokens go to each expert, and from where. The
-placement found sends few tokens across clusters and nodes, and keeps the load of the clusters even.
+FILE has the traffic: for each layer, how many tokens go to each expert, by rank. The placement found
+sends few tokens across clusters and nodes, and keeps the load of the clusters even.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="which rank gets which expert, for --holmes-experts",
     )
     # EPLB is DeepSeek's heuristic for placing experts. If its placement gives a cluster more than X
-    # times the mean, the limit of this cluster is what EPLB gives it.
+    # times the mean, the limit of this cluster is that number.
     add(
         "--experts-balance",
         type=float,
@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="a cluster gets at most X times the mean number of tokens (default: 1.1; or what EPLB gives it)",
     )
-    # Default: the number of experts divided by the number of ranks, which each rank must hold in
-    # any case ("as many as must").
+    # Default: the number of experts divided by the number of ranks. Each rank must hold them in any
+    # case ("as many as must").
     add(
         "--experts-per-rank",
         type=int,
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, plan: Plan) -> int:
     Raises:
         HolmesError: The input is bad.
     """
-    places = places_of(plan)  # expert-parallel ranks, grouped by where they are
+    places = places_of(plan)  # expert-parallel ranks, grouped by node
     answers = _solve_layers(args, places)  # number of the layer -> placements
     orders = {number: answer.best.order for number, answer in answers.items()}
     if args.experts_output:
@@ -134,9 +134,7 @@ def _table_rows(number: int, answer: Answer) -> list[tuple[str, ...]]:
     for placed in answer.placements:
         layer = ""
         if placed is answer.placements[0]:
-            layer = (
-                "all" if number == ALL_LAYERS else str(number)
-            )  # ALL_LAYERS: the traffic is of all layers
+            layer = "all" if number == ALL_LAYERS else str(number)
         proven = f"{answer.gap:.2%}" if placed is answer.best else ""
         rows.append(
             (

@@ -1,8 +1,7 @@
 """Command `holmes plan --explain`: layers, times and memory of each stage, for every partition method.
 
 A partition method (plan/partition.py) splits the layers into pipeline stages. All partitions use
-the same order of nodes. Times are predictions by the closed form (plan/cost/stages.py), in seconds
-of one step.
+the same order of nodes. Times are predictions (plan/cost/stages.py), in seconds of a step.
 """
 
 from __future__ import annotations
@@ -46,12 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def outcomes(costs: StageCosts, alpha: float) -> dict[str, Estimate]:
-    """Return the predicted step of every partition method (plan/partition.py): name -> Estimate.
+    """Return the predicted step of every partition method: name of the method -> Estimate.
+
+    A method divides the layers among the pipeline stages (plan/partition.py). An Estimate has the times
+    and memory of each stage, and the time of the step.
 
     Args:
-        costs: Times and memory of the stages.
-        alpha: Factor on each stage's share of the layers in the method "speed" (--alpha). The share
-            is in proportion to the stage's compute speed.
+        costs: Times and memory of the layers on each stage.
+        alpha: Factor of the method "speed" (--alpha). It multiplies each stage's share of the layers
+            before the share is rounded down to whole layers.
     """
     return {method: predict(costs, partition(method, costs, alpha)) for method in METHODS}
 

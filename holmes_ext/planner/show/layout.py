@@ -36,7 +36,7 @@ def asked_for(
 
     Args:
         network: Nodes and links of the job.
-        job: What to train, with which framework and options.
+        job: The model, the framework and the options of the training job.
         batch: Sequences of a step.
         limits: Limits of the search space.
     """
@@ -47,11 +47,11 @@ def asked_for(
         rules = replace(rules, reductions=REDUCTIONS)
     model = job.known_model
     if job.engine is ENGINES["megatron-lm"] and model.experts:
-        # Megatron-LM trains experts on several tensor-parallel ranks with --sequence-parallel only. With one
-        # tensor-parallel rank the flag changes nothing.
+        # Megatron-LM trains experts on several tensor-parallel ranks with --sequence-parallel only. With a
+        # single tensor-parallel rank the flag changes nothing.
         model = replace(model, sequence_parallel=True)
     # stock_overlap: gradient reductions that the framework overlaps without holmes; the engine's
-    # default here, replaced below by what the command line sets.
+    # default here, replaced below by the setting of the command line.
     request = SearchResult(
         network,
         model,
@@ -62,7 +62,7 @@ def asked_for(
         stock_overlap=job.engine.overlaps,
     )
     command_line = job.command_line
-    if not command_line.framework:  # no command line, or none that describes a model
+    if not command_line.framework:  # no command line, or it describes no model
         return request
     return replace(
         request,
@@ -122,7 +122,7 @@ def beside(search_result: SearchResult, job: Training) -> tuple[SearchResult, Tr
 
     Args:
         search_result: Request or result of the search.
-        job: What to train.
+        job: The training job.
 
     Returns:
         The result with the layout as `user_layout`, and the job. If the layout is impossible: the
@@ -155,6 +155,7 @@ def compared(result: SearchResult, limits: Limits) -> SearchResult:
     but other numbers of layers on the stages. Without a layout, the result does not change.
 
     Args:
+        result: The search, with the user's layout.
         limits: Limits of the user. A layout outside them is shown, but is not the best plan.
     """
     layout = result.user_layout
@@ -175,8 +176,8 @@ def nearest_to(result: SearchResult, layout: Candidate) -> Candidate | None:
     """Return the fastest plan that differs from the user's layout in the layers of each stage only.
 
     Its parallel sizes are those of the layout, but the stages have other numbers of layers.
-    Example: a layout has 4 stages of 8 layers each. The first stage has the embedding and the last
-    one the output layer, so a plan with 8, 9, 8 and 7 layers is faster.
+    Example: a layout has 4 stages of 8 layers each. The first stage also has the embedding, the last
+    stage the output layer, so a plan with 8, 9, 8 and 7 layers is faster.
 
     Returns:
         None if no such plan is faster than the layout, or the layout has no pipeline.
@@ -199,9 +200,10 @@ def nearest_to(result: SearchResult, layout: Candidate) -> Candidate | None:
 
 
 def _plan_of_command(job: Training, sizes: Sizes) -> Plan | None:
-    """Return the plan of the command's --holmes-plan, which the job will follow; None without one.
+    """Return the plan of the command's --holmes-plan (the job will follow it); None without the flag.
 
     Args:
+        job: The training job, with its command line.
         sizes: Complete parallel sizes of the command.
 
     Raises:
@@ -221,13 +223,13 @@ def _plan_of_command(job: Training, sizes: Sizes) -> Plan | None:
 def alone(plan: Plan, network: Network, job: Training, model: Model) -> SearchResult:
     """Simulate a given plan without a search, and return a result with this plan only.
 
-    The nodes are in the plan's order. The plan is both the best one of the result and its
+    The nodes are in the plan's order. The plan is both the best plan of the result and its
     `user_layout`.
 
     Args:
         plan: Plan with complete parallel sizes.
         network: Nodes and links of the job.
-        job: What to train, with which framework and options.
+        job: The model, the framework and the options of the training job.
         model: Model of the job, with a global batch or a number of micro-batches.
     """
     assert plan.sizes is not None
@@ -249,6 +251,8 @@ def _candidate_of_layout(
     """Return the candidate of the job's layout; raise HolmesError if the framework refuses it.
 
     Args:
+        result: The search, with the network and the prices.
+        job: The training job, with its command line.
         sizes: Complete parallel sizes.
         plan: Plan with the order of nodes and the layers of the stages, if there is one.
     """
@@ -269,11 +273,11 @@ def _candidate_of_layout(
     if shape.virtual > 1 and (layers or options.needs_model):
         _check_even_chunks(shape, layers)
         layers = ()  # even
-    # Who reduces the gradients decides whether a reduction can be hierarchical (first inside the
-    # clusters, then between them):
+    # A reduction can be hierarchical (first inside the clusters, then between them) depending on the
+    # software that reduces the gradients:
     #   Megatron-LM (hierarchical_zero is set)   itself; hierarchical only with several instances of
     #                                            its distributed optimizer (`instances`)
-    #   all others (None)                        holmes, hierarchically where that is faster
+    #   all others (None)                        holmes, hierarchically if that is faster
     engine_reduces = job.engine.hierarchical_zero is not None
     is_flat = engine_reduces and command.instances <= 1
     return layout_candidate(result, sizes, shape, split=layers, nodes=nodes, flat=is_flat)
@@ -286,11 +290,12 @@ def _check_even_chunks(shape: Shape, layers: tuple[int, ...]) -> None:
     for example 2,2,2,2 for two stages with two chunks each.
 
     Args:
+        shape: Parallel sizes, and the chunks of each stage.
         layers: Layers that --holmes-partition or a plan file lists; () if holmes is to choose them.
 
     Raises:
-        HolmesError: The chunks are not even, their number is another one, or holmes is to choose
-            the layers, which may become uneven.
+        HolmesError: The chunks are not even, their number is wrong, or holmes is to choose the layers
+            (they may become uneven).
     """
     chunks = shape.pipeline * shape.virtual
     if len(layers) == chunks and len(set(layers)) == 1:

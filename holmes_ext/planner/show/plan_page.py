@@ -1,4 +1,4 @@
-"""HTML page of `holmes plan --html`: start of the plan, its placement, one step, what-ifs, other plans."""
+"""HTML page of `holmes plan --html`: start of the plan, its placement, a step, what-ifs, other plans."""
 
 from __future__ import annotations
 
@@ -31,9 +31,12 @@ def document(
     """Return the page of the best plan of a search, or of the user's layout.
 
     Args:
+        result: The search.
+        args: Options of the command `holmes plan`.
+        job: The training job, with lines on it.
         starts: Framework -> how to start the plan.
-        besides: Name -> forecast that an extension shows beside the plan, such as one for joined
-            jobs. Each adds a section to the page.
+        besides: Name -> forecast that an extension shows beside the plan, such as a forecast of
+            joined jobs. Each adds a section to the page.
     """
     best = result.best
     is_layout_only = result.user_layout is best  # without a search, the layout is the only plan
@@ -47,7 +50,7 @@ def document(
         name: chart(partial(paint, result), name)
         for name, paint in pictures.painted(result).items()
     }
-    what_if = []  # stays empty if there is only one cluster, and so no network between clusters
+    what_if = []  # stays empty if there is a single cluster, and so no network between clusters
     if "ethernet" in drawn:
         what_if = [
             heading("What if the network between the clusters were another"),

@@ -52,7 +52,7 @@ INTERRUPTED_STATUS = 130
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the search, and those of extensions that add a forecast to its output.
 
-    Example of such an extension: --joined forecasts the step of one job in each cluster.
+    Example of such an extension: --joined forecasts the step of joined jobs, a job in each cluster.
     """
     # `add` is add_argument() of the search's group; extensions add their own options to the same
     # group.
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     Args:
         args: Arguments of `holmes plan`.
         spec: Clusters and nodes available.
-        job: What to train.
+        job: The training job.
 
     Returns:
         Exit status: 0, or 130 after Ctrl-C with the best so far.
@@ -160,10 +160,10 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     links = Links.of_spec(spec)
     batch = global_batch(args, job, site)
     request = asked_for(Network(site, links), job, batch, limits_of(args, job))
-    # The search may find something to say about the job, such as which nodes slow it. `job` then
-    # has more lines to print, and `json_keys` the same for --json.
+    # The search may find facts about the job, such as nodes that slow it. `job` then has more lines to
+    # print, and `json_keys` the same for --json.
     result, job, json_keys = _search(args, spec, job, request)
-    # What extensions compute in addition, such as the step of one job in each cluster (--joined).
+    # Results of extensions, such as the step of a job in each cluster (--joined).
     forecasts = _forecasts(args, result)
     for name, forecast in forecasts.items():
         json_keys[name] = forecast.document()
@@ -195,9 +195,7 @@ class _Found(NamedTuple):
     """Result of the search, with lines and JSON keys for the output of `holmes plan`."""
 
     result: SearchResult
-    job: (
-        Training  # its lines now say, too, if the user's layout is impossible or nodes slow the job
-    )
+    job: Training  # with further lines, if the user's layout is impossible or nodes slow the job
     #: "leave_out" -> the advice to leave out nodes, for --json; {} if all nodes are worth using.
     json_keys: dict[str, Any]
 
@@ -217,7 +215,7 @@ def _search(
     Args:
         args: Arguments of `holmes plan`.
         spec: Clusters and nodes available.
-        job: What to train.
+        job: The training job.
         request: Request of the search.
     """
     json_keys: dict[str, Any] = {}
@@ -243,7 +241,7 @@ def _search(
             result = proven(with_spread(result), search_end, bar.on_progress)
         else:
             # best_use() also tries fewer nodes. If the job is faster there, it returns the result
-            # for these nodes, whose `on_all` is the result for all nodes.
+            # for these nodes; `on_all` of this result is the result for all nodes.
             result = best_use(result, spec, search_end, bar.on_progress, args.rows)
         if result.on_all is not None:
             advice_lines, advice_for_json = leave_out(result, result.on_all, args, job)
@@ -297,7 +295,7 @@ def leave_out(
         fewer: Result for fewer nodes.
         on_all: Result for all nodes.
         args: Arguments of `holmes plan`.
-        job: What to train.
+        job: The training job.
 
     Returns:
         Lines to print, and the same advice as a dictionary for --json: the nodes to leave out and to keep,
@@ -358,6 +356,9 @@ def draw(
     """Write the page of --html and the pictures of --pictures, and print the paths of these files.
 
     Args:
+        search_result: The search.
+        args: Options of the command `holmes plan`.
+        job: The training job, with lines on it.
         starts: Framework -> how to start the best plan.
         besides: Name -> forecast that an extension shows beside the plan.
     """

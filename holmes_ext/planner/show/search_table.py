@@ -1,6 +1,6 @@
 """Output of a search by `holmes plan`: table of plans, seconds by cause, commands to start, and JSON.
 
-A plan has a step time by the closed form (a quick formula) and, if it was simulated, a more exact one.
+A plan has a step time by the closed form (a quick formula) and, if it was simulated, a more exact time.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MAY_NOT_FIT = (
 )
 #: Beginning of a line that other code recognizes.
 DOES_NOT_FIT = "your layout does not fit"
-#: What the output says beside a memory whose GPU has no known memory.
+#: Text beside the memory of a plan if the memory of the GPUs is not known.
 NO_LIMIT = "no memory limit assumed (key gpu or gpu_memory_bytes of cluster.toml)"
 #: Causes below this share of the step have no row.
 SMALL_CAUSE = 1e-4
@@ -99,7 +99,7 @@ def ranked(result: SearchResult, count: int) -> list[RankedPlan]:
         rows.append(RankedPlan("yours", result.user_layout, result))
     if result.nearest and result.nearest.key != result.best.key:  # the best has a row of its own
         rows.append(RankedPlan("nearest", result.nearest, result))
-    if result.on_all:  # the best plans use fewer nodes: the best one on all nodes
+    if result.on_all:  # the best plans use fewer nodes; this is the best plan on all nodes
         rows.append(RankedPlan("all", result.on_all.best, result.on_all))
     for number, candidate in enumerate(distinct(result)[:count], 1):
         rows.append(RankedPlan(str(number), candidate, result))
@@ -136,7 +136,7 @@ def show(
     """Print the result of a search: table of plans, optimality gap, reasons, and how to start the best.
 
     Args:
-        job: What to train, with lines on it that are printed first.
+        job: The training job, with lines on it that are printed first.
         starts: Framework -> how to start the best plan.
         end: Moment of time.monotonic() at which simulations for the output must have ended.
     """
@@ -268,7 +268,7 @@ def row_cells(name: str, candidate: Candidate, result: SearchResult) -> tuple[st
 
 
 def _show_seconds_by_cause(screen: Screen, result: SearchResult, end: float = inf) -> None:
-    """Print where the seconds of the best plan's step go, and why the plan looks as it does.
+    """Print the seconds of the best plan's step by cause, and reasons for the properties of the plan.
 
     1. Sentences on the pipeline schedule, and on stages with very few layers ("thin" stages)
     2. A table of the seconds by cause
@@ -294,7 +294,7 @@ def named_reasons(result: SearchResult) -> dict[str, dict[str, float]]:
 
 
 def why_table(result: SearchResult) -> WhyTable:
-    """Return the table of a step's seconds: one column for each plan, one row for each larger cause."""
+    """Return the table of a step's seconds, with a column for each plan and a row for each larger cause."""
     best = result.best
     by_plan = named_reasons(result)
     seconds_of_cause = {}  # name of the cause -> its seconds in each plan
@@ -430,7 +430,7 @@ def document(
 
     Args:
         plan: The best plan, as --output writes it.
-        job: What to train. Key "told" has its lines, which are printed first without --json.
+        job: The training job. Key "told" has its lines; without --json they are printed first.
         starts: Framework -> how to start the best plan.
         more: Additional keys.
     """

@@ -31,10 +31,14 @@ def launches_of(
 ) -> dict[str, Launch]:
     """Return how to start the best plan: framework -> Launch.
 
-    If the arguments or the job's command line name a framework, it is the only entry. If the
-    command line has flags of this framework, the Launch has the changes to the command, too.
+    The framework is that of --for, else that of the training command. If neither is known, the result
+    has all frameworks. If the training command has flags of the framework, the Launch also has the
+    changes to this command.
 
     Args:
+        result: Result of the search.
+        args: Arguments of `holmes plan`, with the training command.
+        job: The training job.
         plan: Plan file that the commands load; "" for none; None for the file of --output, if given.
     """
     if plan is None:
@@ -48,14 +52,15 @@ def launches_of(
         plan,
         job.options,
     )
+    # Without a plan file, the job orders its nodes itself, and its step may take longer.
     step_s = result.best.step_s if plan else step_without_plan_file(result)
     by_framework = {name: replace(launch, step_s=step_s) for name, launch in by_framework.items()}
     framework_in_command = framework_of_command(args, job)  # "" if not known
-    framework = args.framework or framework_in_command
+    framework = args.framework or framework_in_command  # args.framework: option --for
     if not framework:
         return by_framework
     launch = by_framework[framework]
-    # --for may name another framework than the command has flags of; such a command cannot be changed.
+    # --for may name another framework than that of the command. Then the command cannot be changed.
     is_for_command = framework_in_command in ("", framework)
     if args.command and is_for_command:
         launch = _with_edit(launch, framework, result, args, job)
@@ -74,6 +79,9 @@ def _with_edit(
     Args:
         launch: Flags that start the plan.
         framework: Framework whose flags the command has.
+        result: The search; its best plan is to be started.
+        args: Options of the command `holmes plan`.
+        job: The training job, with the user's command line.
     """
     # Sizes in options of `holmes plan` are not those of the command.
     layout = None if sizes_given(args) else result.user_layout
@@ -97,13 +105,13 @@ def _with_edit(
 
 
 def step_without_plan_file(result: SearchResult) -> float:
-    """Return the duration of a step with the best plan's flags, but without its plan file, in seconds.
+    """Return the seconds of a step with the best plan's flags, but without its plan file.
 
     A job without the plan file has the sizes and layers of the plan, but orders its nodes itself when
     it starts. This order may differ from the plan's, which was found by simulation.
 
     Returns:
-        UNKNOWN_S if the deadline passes that the caller has set with simulations_until().
+        UNKNOWN_S if the deadline of simulations_until() passes.
     """
     try:
         # remember(): computes the duration once for this plan; later calls return the stored value.
@@ -115,9 +123,9 @@ def step_without_plan_file(result: SearchResult) -> float:
 def _own_order_s(result: SearchResult) -> float:
     """Return the step of a job with the best plan's flags and no plan file, in seconds.
 
-    The job's own order of nodes is the one that it computes from the sizes when it starts, without a
-    search. If that is the order of the plan, the step is that of the plan. The same is assumed if
-    the plan was not simulated, or is breadth-first.
+    The job computes its own order of nodes from the sizes when it starts, without a search. If that is
+    the order of the plan, the step is that of the plan. The same is assumed if the plan was not
+    simulated, or is breadth-first.
     """
     best = result.best
     engine_reduces = result.engine.hierarchical_zero is not None  # instead of holmes
@@ -176,6 +184,8 @@ def show_launches(
     """Print how each framework starts a plan.
 
     Args:
+        screen: The terminal.
+        starts: Framework -> how to start the plan.
         print_command: Print the whole new command, too, if there is one.
     """
     lines_of = launch_lines(starts)
@@ -197,8 +207,8 @@ def show_launches(
 def launch_lines(starts: Mapping[str, Launch]) -> dict[str, list[str]]:
     """Return framework -> lines to print: how it starts the plan, or why it cannot.
 
-    If there is a command to change, the lines say what to remove, to change and to add. Otherwise
-    they are the flags, then additions to the config file and to the script, if needed.
+    If there is a command to change, the lines name the flags to remove, to change and to add.
+    Otherwise they are the flags, then additions to the config file and to the script, if needed.
     """
     result = {}
     for name, launch in starts.items():

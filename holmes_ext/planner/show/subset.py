@@ -1,8 +1,8 @@
 """Command `holmes plan --nodes N --from-cluster FILE`: choose the N nodes on which the job trains fastest.
 
 The nodes of a cluster are equal, so a choice ("subset") is a number of nodes of each cluster. Its price is
-the step time of the best plan on it by the closed form. search/subset.py finds the best subset; the fastest
-ones are then simulated, and printed as a request to the scheduler.
+the step time of the best plan on it by the closed form. search/subset.py finds the best subsets. The fastest
+of them are then simulated, and printed as a request to the scheduler.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def wanted(args: argparse.Namespace) -> bool:
 
 @dataclass(frozen=True)
 class AvailableNodes:
-    """Nodes to choose from, and the job to train on some of them."""
+    """Available nodes (`spec`), and the job that some of them are to train."""
 
     spec: SiteSpec
     job: Training
@@ -117,7 +117,7 @@ class AvailableNodes:
     floor_s: float = 0.0  # lower bound on the step time of every subset, in seconds
 
     def names(self, counts: Counts) -> list[str]:
-        """Return the names of a subset's nodes: the first ones of each cluster."""
+        """Return the names of a subset's nodes: the first nodes of each cluster."""
         names: list[str] = []
         for cluster, count in zip(self.spec.clusters, counts):
             names += cluster.nodes[:count]
@@ -138,8 +138,8 @@ class AvailableNodes:
     def floor(self, family: Family) -> float:
         """Return a lower bound on the step time of all subsets in a family, in seconds; inf if none fits.
 
-        It is the best step on an ideal site, at least as good as every subset of the family. Where
-        no such site can be made, it is `floor_s`, the bound for all subsets of `count` nodes.
+        It is the best step on an ideal site, at least as good as every subset of the family. If no
+        such site can be made, it is `floor_s`, the bound for all subsets of `count` nodes.
 
         Args:
             family: Number of nodes of each cluster; None for any number.
@@ -149,8 +149,8 @@ class AvailableNodes:
         if not is_flat(self.spec) or is_all_open:
             return self.floor_s
         links = Links.of_spec(self.spec)
-        # Most by which sends of activations are faster than their bytes say: a slice by each tensor
-        # parallel rank, and compressed (numbers of WIDEST bytes gain most).
+        # Largest factor by which sends of activations are faster than whole messages: each tensor
+        # parallel rank sends a slice, compressed (numbers of WIDEST bytes gain most).
         send_speedup = 0.0
         if any(shape.pipeline > 1 for shape in self.shapes):
             tensor = max(shape.tensor for shape in self.shapes)
@@ -237,7 +237,7 @@ def run(args: argparse.Namespace) -> int:
     with lines_before_error(job.lines):
         available = _available_nodes(args, spec, job)
         # The search for subsets leaves time for the rest. If the sizes are free (several shapes), each
-        # of the best subsets is searched with all sizes before it is simulated, which takes longer.
+        # of the best subsets is searched with all sizes before it is simulated. That takes longer.
         reserved_share = SIZES_SHARE if len(available.shapes) > 1 else TABLE_SHARE
         subsets = available.best(end - reserved_share * args.seconds)
     ranked = _ranked_by_simulation(subsets, available, end)
@@ -272,7 +272,7 @@ def _idle_nodes(
 def _available_nodes(args: argparse.Namespace, spec: SiteSpec, job: Training) -> AvailableNodes:
     """Return the idle nodes, the shapes to try on their subsets, and bounds on the step time.
 
-    Shapes are parallel sizes. If the user gave none, good ones are searched on ideal nodes, each as
+    Shapes are parallel sizes. If the user gave none, good shapes are searched on ideal nodes, each as
     good as the best of all clusters.
     """
     model = job.known_model
@@ -282,7 +282,7 @@ def _available_nodes(args: argparse.Namespace, spec: SiteSpec, job: Training) ->
     shapes: tuple[Shape, ...] = ()  # (): the search on ideal nodes tries all shapes
     if job.sizes is not None:
         sizes = job.sizes.complete(ideal_site.world_size, ideal_site.ranks_of_every_node)
-        shapes = (shape_of(model, sizes, *job.zero_and_chunks),)  # one: that of the given sizes
+        shapes = (shape_of(model, sizes, *job.zero_and_chunks),)  # only that of the given sizes
     ideal_result = in_closed_form(
         Network(ideal_site),
         replace(job, model=ideal_model),
@@ -340,7 +340,7 @@ def _ranked_by_simulation(
 
 
 def _chosen_nodes(spec: SiteSpec, all_nodes: SiteSpec, counts: Counts) -> list[request.ChosenNodes]:
-    """Return the chosen nodes of each cluster: the first ones, as all nodes of a cluster are equal.
+    """Return the chosen nodes of each cluster: the first nodes, as all nodes of a cluster are equal.
 
     Args:
         spec: Clusters with the nodes to choose from.
@@ -365,7 +365,7 @@ def _formatted(
     """Return the chosen nodes as text for a scheduler or launcher.
 
     Args:
-        form: Format, one of FORMS.
+        form: Format (FORMS).
         parts: Chosen nodes of each cluster.
         features: Features of the nodes in Slurm; None if not known.
     """
@@ -386,7 +386,7 @@ def _document(
     parts: Sequence[Sequence[request.ChosenNodes]],
     features: request.Features | None,
 ) -> dict[str, Any]:
-    """Return the result for --json: the best subset, some others, and the best one in all formats.
+    """Return the result for --json: the best subset, some others, and the best in all formats.
 
     Args:
         subsets: All subsets that were priced.
@@ -423,7 +423,7 @@ def _show(
     parts: Sequence[Sequence[request.ChosenNodes]],
     features: request.Features | None,
 ) -> None:
-    """Print the table of subsets, and the best one as lines for sbatch.
+    """Print the table of subsets, and the best subset as lines for sbatch.
 
     Args:
         spec: Clusters with the nodes to choose from.
@@ -487,7 +487,7 @@ def _table_rows(
 
 
 def _proof_text(subsets: Subsets) -> str:
-    """Return how many subsets were priced, and how much faster another one could be, in words."""
+    """Return how many subsets were priced, and how much faster another subset could be, in words."""
     complete = ", all that there are" if subsets.complete else ""
     if subsets.proven:
         gap = "the first is the best of all"

@@ -1,4 +1,4 @@
-"""Time limit of `holmes plan`: when the search has to stop so that the command ends in time."""
+"""Time limit of `holmes plan`: the moments at which search and output must end, so that it ends in time."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TimeLimit:
 
         The output needs some simulations of the best plan. To estimate their duration, the same
         simulations of the best plan so far are done here. If the search finds a better plan, the
-        output simulates that one, which takes about as long. Otherwise the result remembers the
+        output simulates that plan, and takes about as long. Otherwise the result remembers the
         values, and the output simulates nothing.
 
         Args:

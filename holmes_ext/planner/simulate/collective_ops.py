@@ -11,12 +11,12 @@ from holmes_ext.planner.simulate.events import AS_RECEIVER, AS_SENDER, NO_CHUNK,
 
 #: Layer -> operations.
 Operations = dict[int, list[Op]]
-#: ZeRO stage that shards gradients, which are then sent for each micro-batch.
+#: ZeRO stage that shards gradients; they are then sent for each micro-batch.
 ZERO_GRADIENTS = 2
 
 
 class PassOperations(NamedTuple):
-    """Operations that a rank inserts into one pass to start collectives and to wait for them.
+    """Operations that a rank inserts into a pass to start collectives and to wait for them.
 
     along() makes it. The collectives are gradient reductions and ZeRO's gathers and scatters. Both
     fields map a layer to operations (formats: events.py).
@@ -31,7 +31,7 @@ class CollectiveOps(Collectives):
 
     A rank calls before() at the step's start, along() for each pass, after() once its last pass is
     over, and report() at the step's end. In all of them `pipeline_class` is the class of the rank's
-    pipeline: all pipelines on equal nodes, which do the same.
+    pipeline: all pipelines on equal nodes. Their ranks do the same.
     """
 
     def _post(self, tag: Tag) -> list[Op]:
@@ -83,7 +83,7 @@ class CollectiveOps(Collectives):
         micro_batch: int,
         final: bool,
     ) -> PassOperations:
-        """Return the operations that start or await collectives during one pass, by layer.
+        """Return the operations that start or await collectives during a pass, by layer.
 
         The last micro-batch's backward pass starts the reduction of each bucket of gradients after
         the layer that fills it. The first micro-batch's forward pass waits before a layer for its
@@ -105,7 +105,7 @@ class CollectiveOps(Collectives):
         awaits_gathers = self.late_gather and letter == "F" and micro_batch == 0
         if not final and not awaits_gathers:
             return PassOperations(needs, launches)
-        # A group: buckets of gradients that are sent at one moment, after the layer `group.after`.
+        # A group: buckets of gradients that are sent together, after the layer `group.after`.
         for number, group in enumerate(self.bucket_groups.get((pipeline_class, stage), [])):
             # Layers of this pass's chunk with gradients in the group's buckets.
             layers = [item.layer for item in group.chunk_layers if item.chunk == chunk]
@@ -123,12 +123,12 @@ class CollectiveOps(Collectives):
     def _along_shards(
         self, pipeline_class: int, stage: int, letter: str, micro_batch: int
     ) -> PassOperations:
-        """Return the operations that start or await collectives in one pass under ZeRO 2 and 3.
+        """Return the operations that start or await collectives in a pass under ZeRO 2 and 3.
 
         ZeRO 3 gathers a layer's weights before the layer computes. The backward pass
         reduce-scatters the layer's gradients after it. Without prefetch the pass starts such a
-        collective and waits for it at once. With prefetch it overlaps with the computation of one
-        layer:
+        collective and waits for it at once. With prefetch it overlaps with the computation of
+        another layer:
 
             weights      the gather starts before the previous layer computes
             gradients    the wait for the reduce-scatter comes after the next layer has computed
@@ -151,31 +151,33 @@ class CollectiveOps(Collectives):
             layers.reverse()
 
         def tag_of(collective: str, index: int) -> Tag | None:
-            """Return the tag (key of the transfer) of a layer's collective; None if there is none.
+            """Return the key of a layer's collective in self.transfers; None if there is none.
 
-            Uses the stage, its layers in the order of the pass, and the pass's letter ("F" or "B").
-            A key has the pipelines whose ranks take part. For "across" these are all pipelines that
-            sum gradients; for the other collectives, those of one copy of the model.
+            The key is (collective, stage, pipeline classes, layer). For "weights" the letter of the
+            pass follows. The pipeline classes are those whose ranks take part in the collective.
 
             Args:
                 collective: "weights" (gather), "scatter", or "across" (between clusters).
-                index: Number of the layer in the order of the pass; it may be outside.
+                index: Position of the layer in `layers` (the order of the pass); if it is outside,
+                    there is no such layer.
             """
             if not 0 <= index < len(layers):
                 return None
-            pipelines = (
-                group.pipeline_classes if collective == "across" else shards.pipeline_classes
-            )
-            tag: Tag = (collective, stage, pipelines, layers[index])
+            participants = shards  # the ranks that share a copy of the model
+            if collective == "across":
+                participants = group  # all ranks that sum gradients
+            tag: Tag = (collective, stage, participants.pipeline_classes, layers[index])
             if collective == "weights":
                 tag = (*tag, letter)
             return tag if tag in self.transfers else None
 
         def post(collective: str, index: int) -> list[Op]:
+            """Return the operation that starts a layer's collective; [] if there is none."""
             tag = tag_of(collective, index)
             return [("post", (tag, micro_batch))] if tag else []
 
         def wait(collective: str, index: int) -> list[Op]:
+            """Return the operation that waits for a layer's collective; [] if there is none."""
             tag = tag_of(collective, index)
             span_kind = "gather" if collective == "weights" else "reduce"
             return [("wait", (tag, micro_batch), span_kind, micro_batch)] if tag else []
@@ -238,7 +240,7 @@ class CollectiveOps(Collectives):
         """
         shards = 1  # ranks that share the parameters
         if self.run.zero:
-            # Groups that shard: under ZeRO 2 and 3 those in `shards` (hybrid sharding: of one
+            # Groups that shard: under ZeRO 2 and 3 those in `shards` (hybrid sharding: of a
             # cluster), under ZeRO 1 those that sum the gradients.
             groups = self.shards or self.groups
             if (pipeline_class, stage) in groups:
@@ -275,7 +277,7 @@ class CollectiveOps(Collectives):
                 )
 
     def _loss(self, pipeline_class: int, stage: int) -> list[Op]:
-        """Return a rank's operations for the loss, which the last stage sends to all others.
+        """Return a rank's operations for the loss: the last stage sends it to all others.
 
         The sender's waits end when all bytes have left, the receivers' when they have arrived.
 
@@ -328,10 +330,17 @@ class CollectiveOps(Collectives):
         ]
 
     def _tag(self, pipeline_class: int, stage: int, collective: str, number: int) -> Tag:
-        """Return the key of a collective's transfer: (name, stage, pipeline classes, number)."""
+        """Return the key of a collective's transfer: (name, stage, pipeline classes, number).
+
+        Args:
+            pipeline_class: A class of pipelines on equal nodes whose ranks take part.
+            stage: Number of the stage.
+            collective: Name of the collective, such as "reduce".
+            number: Number of the group of buckets.
+        """
         return (collective, stage, self.groups[pipeline_class, stage].pipeline_classes, number)
 
     def _tags(self, pipeline_class: int, stage: int, collective: str) -> list[Tag]:
-        """Return the keys of a stage's transfers of one collective, one for each bucket group."""
+        """Return the keys of a stage's transfers of a collective, with a key for each bucket group."""
         numbers = range(len(self.bucket_groups.get((pipeline_class, stage), [])))
         return [self._tag(pipeline_class, stage, collective, number) for number in numbers]

@@ -1,4 +1,4 @@
-"""Collectives of a step: which bytes are summed and gathered, among which ranks, and from when on.
+"""Collectives of a step: the bytes that are summed or gathered, the ranks that take part, and the start.
 
 gradients       of a stage after its last backward pass, or under it: a layer's gradients are final in the
                 last micro-batch's backward pass, and full buckets are sent at once. Chunks of an
@@ -13,8 +13,8 @@ single numbers  the gradient norm among a pipeline's stages before the optimizer
                 the script
 
 A pipeline class is all pipelines on equal nodes; their ranks do the same at the same time. A family
-is all groups of a stage with equal nodes; they act as one. A tag is the key of a transfer: (name of
-the collective, stage, pipeline classes that take part, number).
+is all groups of a stage with equal nodes; they are simulated together. A tag is the key of a transfer:
+(name of the collective, stage, pipeline classes that take part, number).
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from holmes_ext.planner.simulate.gradient_buckets import (
 )
 from holmes_ext.planner.simulate.transfers import TransferMaker
 
-#: Most pieces into which a reduction is divided, whose steps overlap like a pipeline. More pieces
-#: are simulated as fewer, larger ones, which overrates the time to fill that pipeline by less than
-#: 1/32.
+#: Most pieces into which a reduction is divided. The steps of the pieces overlap like a pipeline. More
+#: pieces are simulated as fewer, larger pieces. That overrates the time to fill this pipeline by less
+#: than 1/32.
 MAX_PIECES = 32
 #: Bytes of a single number.
 NUMBER_BYTES = 4.0
@@ -72,10 +72,10 @@ class Collectives:
         model: Model,
         maker: TransferMaker,
     ):
-        """Make a transfer for each collective of a step; `transfers` has them by tag.
+        """Make a transfer for each collective of a step; `transfers` has them by tag (key).
 
         Args:
-            fold: Ranks of the placement, equal ones together.
+            fold: Compact placement: it has a representative of each set of equal ranks.
             run: Schedule and overlap.
             ranges: (first layer, end, exclusive) of every chunk, in the order of the forward pass:
                 chunk c of stage s is item c x stages + s.
@@ -120,10 +120,10 @@ class Collectives:
             self._add_numbers()
 
     def _add_numbers(self) -> None:
-        """Add the transfers of gradient norm and loss, one number each, for every pipeline class.
+        """Add the transfers of gradient norm and loss (a number each) for every pipeline class.
 
         A pipeline class is all pipelines on equal nodes. The norm is all-reduced among a pipeline's
-        stages; the loss goes from the last stage to each other one.
+        stages; the loss goes from the last stage to each other stage.
         """
         last = self.stages - 1
         for pipeline_class in range(len(self.fold.pipeline_classes)):
@@ -138,7 +138,7 @@ class Collectives:
     # ------------------------------------------------------------------- gradients and weights
 
     def gradients(self, stage: int) -> list[Gradient]:
-        """Return the gradients of a stage in the order in which they become final.
+        """Return the gradients of a stage in the order of becoming final.
 
         The last layer comes first. A gradient is marked as late if it can be sent only after the
         whole backward pass. This is a tied weight's gradient, if the engine first sums it between
@@ -146,7 +146,7 @@ class Collectives:
         """
         late: set[tuple[int, int]] = set()  # (layer, number of the gradient)
         if self.tied_bytes and self.run.engine.tied_first:
-            # The tied weight is the embedding's first gradient and the output layer's last one.
+            # The tied weight is the embedding's first gradient and the output layer's last.
             last_layer = len(self.reduced) - 1
             late = {(0, 0), (last_layer, len(self.reduced[-1]) - 1)}
         result = []
@@ -213,13 +213,13 @@ class Collectives:
     def _buckets(
         self, family: GroupFamily, gradients: Sequence[Gradient], piece_bytes: float
     ) -> list[BucketGroup]:
-        """Divide a stage's gradients into buckets, grouped by the moment at which they are sent.
+        """Divide a stage's gradients into buckets, grouped by the moment of sending.
 
         There is a single bucket if the reduction does not overlap with the backward pass.
 
         Args:
-            family: Groups that sum the gradients.
-            gradients: In the order in which they become final.
+            family: Equal groups that sum the gradients.
+            gradients: In the order of becoming final.
             piece_bytes: Size of the pieces of a hierarchical all-reduce; 0 without.
         """
         run = self.run
@@ -247,12 +247,12 @@ class Collectives:
     ) -> None:
         """Add the transfers of a gradient reduction: a chain for each piece of the bytes.
 
-        Each step of a chain is a transfer. The ranks post (start) the first one of a chain; it
-        posts the next one.
+        Each step of a chain is a transfer. The ranks post (start) the first transfer of a chain; each
+        transfer posts the next.
 
         Args:
             reduction: All-reduce to add.
-            tag: Tag of the reduction.
+            tag: Key of the reduction.
             sizes: Bytes of each bucket.
             parties: Actors that take part.
             max_pieces: Most pieces into which a bucket is divided.
@@ -269,12 +269,12 @@ class Collectives:
         """Add a ring collective to the transfers.
 
         Args:
-            family: Groups that take part: all groups of a stage on equal nodes, simulated as one.
+            family: Groups that take part: all groups of a stage on equal nodes, simulated together.
             load: Traffic of the ring for each byte.
             tag: Key of the transfer: (name, stage, pipeline classes, number of the bucket or
                 layer). Names: "reduce" (gradients), "gather" (weights once a step), "weights"
                 (weights before each pass, ZeRO 3), "scatter" and "across" (ZeRO 2 and 3).
-            sizes: Bytes of each part, if several parts follow each other as one transfer.
+            sizes: Bytes of each part, if several parts follow each other as a single transfer.
         """
         links = self.network.links
         # Measured CPU seconds of a byte, relative to those of an all-reduced byte.
@@ -286,26 +286,26 @@ class Collectives:
         name, stage, pipeline_classes, *_ = tag
         cpu_factor = cpu_factor_of.get(str(name), 1.0)
         transfer = self.maker.collective(load, sizes, len(family.pipeline_classes), cpu_factor)
-        # Transfers of one channel follow each other. A communicator runs its collectives one after
-        # the other, so those of equal name, stage and pipeline classes share one.
+        # Transfers of a channel follow each other. A communicator runs its collectives in sequence,
+        # so those of equal name, stage and pipeline classes share a channel.
         self.transfers[tag] = replace(transfer, channel=(name, stage, pipeline_classes))
 
     def _add_shards(self, family: GroupFamily) -> None:
-        """Add the transfers of ZeRO 2 and 3 for every layer, which recur in each micro-batch.
+        """Add the transfers of ZeRO 2 and 3 for every layer; they recur in each micro-batch.
 
         They are a reduce-scatter of the gradients, with ZeRO 3 an all-gather of the weights before
         each pass, and with hybrid sharding an all-reduce of the shards between clusters.
 
         Args:
-            family: Equal data parallel groups of a stage, which act as one.
+            family: Equal data parallel groups of a stage, simulated together.
         """
         run = self.run
         stage = family.stage
         # Hybrid sharding: the ranks of each cluster shard the model by themselves.
         hybrid = inside_clusters(self.network, family) if run.replicas == "clusters" else []
-        # Groups among whose ranks a whole model is divided: one for each cluster, or all ranks.
+        # Groups whose ranks share a whole model: a group for each cluster, or all ranks.
         sharding_groups = [self._of_cluster(shards) for shards in hybrid] or [family]
-        # Groups of the ranks that own the same shard, one in each cluster; they all-reduce it.
+        # Groups of the ranks that own the same shard, a rank in each cluster; they all-reduce it.
         across = owners(self.network, family) if hybrid else None
         for shards in sharding_groups:
             for pipeline_class in shards.pipeline_classes:
@@ -332,11 +332,11 @@ class Collectives:
     def _of_cluster(self, family: GroupFamily) -> GroupFamily:
         """Return the groups without the pipelines that lie in other clusters.
 
-        A pipeline class is all pipelines on equal nodes; on this stage it lies in one cluster.
+        A pipeline class is all pipelines on equal nodes; on this stage it lies in a single cluster.
 
         Args:
-            family: Ranks of data parallel groups in one cluster. Its `pipeline_classes` are still
-                those of all clusters.
+            family: Ranks of equal data parallel groups in a cluster. Its `pipeline_classes` are still those
+                of all clusters.
         """
         pipeline_classes = tuple(
             pipeline_class
@@ -377,9 +377,9 @@ class Collectives:
                     reduction = hierarchical_reduction
             if tag not in self.transfers:
                 self._add_reduction(reduction, tag, [self.tied_bytes], parties, MAX_PIECES)
-                # Transfers of one channel follow each other. A reduction of a single step (one
-                # transfer) has nothing to follow, so it needs no channel. The number of steps does
-                # not depend on the bytes, so a reduction of one byte shows it.
+                # Transfers of a channel follow each other. A reduction of a single step (transfer)
+                # has nothing to follow, so it needs no channel. The number of steps does not depend on
+                # the bytes, so a reduction of 1 byte shows it.
                 (steps,) = reduction.flows([1.0], tag, 1)
                 if len(steps) == 1:
                     self.transfers[tag].channel = None
@@ -416,8 +416,8 @@ class Collectives:
                 inside_bps=link_bps,
             )
             for pipeline_class in family.pipeline_classes:
-                # A class may be in several families (sets of equal groups), but the simulation has
-                # one reduction for it. The last family decides: its hierarchical all-reduce, or
+                # A class may be in several families (sets of equal groups), but the simulation has a
+                # single reduction for it. The last family decides: its hierarchical all-reduce, or
                 # none if it has none. So an earlier family's is removed.
                 result.pop(pipeline_class, None)
                 if hierarchical_reduction:
@@ -427,11 +427,11 @@ class Collectives:
     # ------------------------------------------------------------------- single numbers
 
     def _number(self, pipeline_class: int, stage: int, other: int) -> Transfer:
-        """Return the message of one number from a stage to another: only its latency counts.
+        """Return the message of a single number from a stage to another: only its latency counts.
 
         Args:
             pipeline_class: Number of the class of pipelines: all pipelines on equal nodes.
-            other: Receiving stage.
+            stage, other: Sending and receiving stage.
         """
         load = self.network.message(self.fold.stage_link(pipeline_class, stage, other))
         message = self.maker.message(load, NUMBER_BYTES)
@@ -439,13 +439,13 @@ class Collectives:
         return replace(message, bits=0.0, uses=(), channel=None)
 
     def _norm(self, pipeline_class: int) -> Transfer:
-        """Return the all-reduce of one number among the stages of pipelines on equal nodes (a class).
+        """Return the all-reduce of a number among the stages of pipelines on equal nodes (a class).
 
-        In gloo's ring, the number goes around twice, with one message less than a whole round each
+        In gloo's ring, the number goes around twice, with a message less than a whole round each
         time. Before that, the receiver of the first message sends a notice that it is ready.
         """
         stages = self.stages
-        # Message of one number from each stage to the one before; stage 0 sends to the last one.
+        # Message of a number from each stage to the previous stage; stage 0 sends to the last.
         receivers = (stages - 1, *range(stages - 1))
         hops = [self._number(pipeline_class, *pair) for pair in enumerate(receivers)]
         hops_s = [hop.fixed_s + hop.latency_s for hop in hops]
@@ -456,9 +456,9 @@ class Collectives:
         return Transfer(parties=stages, fixed_s=twice_around_s + notice_s, across=across)
 
     def _number_summed(self, family: GroupFamily, ring: Load) -> Transfer:
-        """Return the all-reduce of one number over gloo's ring (gloo/allreduce.cc).
+        """Return the all-reduce of a number over gloo's ring (gloo/allreduce.cc).
 
-        The number goes around the ring twice, each time over all links but one:
+        The number goes around the ring twice, each time without the last link:
 
             first time     last rank -> ... -> second rank -> first rank
             second time    first rank -> last rank -> ... -> second rank
@@ -467,7 +467,7 @@ class Collectives:
         latencies of links between clusters are added here; `ring` has those of the messages inside.
 
         Args:
-            family: Groups that sum the number. family.ring: (node type, nodes) in ring order.
+            family: Equal groups that sum the number. family.ring: (node type, nodes) in ring order.
             ring: Traffic of a ring over their ranks.
         """
         parties = len(family.pipeline_classes)

@@ -1,4 +1,4 @@
-"""Deadline of simulations, so that a command ends in time although one simulation may take seconds.
+"""Deadline of simulations, so that a command ends in time although a simulation may take seconds.
 
 The simulations inside of `with simulations_until(end):` are given up at the moment `end`. The caller then
 falls back to the closed form, a formula for the step time.
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from math import inf
 
-#: A simulation looks at the clock once in so many events, which takes about a millisecond.
+#: Number of events (about a millisecond) after which a simulation reads the clock.
 EVENTS_BETWEEN_CHECKS = 128
 
 _end: ContextVar[float] = ContextVar("end of simulations", default=inf)

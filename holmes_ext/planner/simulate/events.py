@@ -1,7 +1,7 @@
 """Event-driven core of the step simulation: actors that compute and wait, flows that share NICs.
 
-An actor (a rank, or all ranks like it) runs a program, a list of operations. A transfer is a
-message or a collective, and its tag is its key. `kind` is that of the recorded span (Span.kind).
+An actor (a rank, or several ranks that do the same) runs a program: a list of operations. A transfer
+is a message or a collective, and its tag is its key. `kind` is that of the recorded span (Span.kind).
 
     ("compute", kind, seconds, micro_batch, chunk)
     ("post", tag)                          this actor is ready for the transfer
@@ -58,31 +58,31 @@ _EQUAL_RATES = 1 + 1e-9
 
 
 class Span(NamedTuple):
-    """Time in which an actor did one thing."""
+    """Interval in which an actor (rank) computes, waits idly or communicates, as its `kind` says."""
 
     kind: str  # forward, backward, weights, optimizer, idle, send, reduce or gather
-    start: float
+    start: float  # seconds from the start of the step
     end: float
-    micro_batch: int = -1
+    micro_batch: int = -1  # -1: of no micro-batch
     chunk: int = 0
     across: bool = False  # communication between clusters
 
 
 @dataclass(slots=True)
 class Transfer:
-    """A message or collective, and its state in one simulation."""
+    """A message or collective, and its state in a simulation."""
 
     #: Posts needed before it is ready.
     parties: int
     fixed_s: float = 0.0
     bits: float = 0.0
-    #: Rate that one flow reaches alone.
+    #: Rate that a flow reaches alone.
     limit_bps: float = inf
     #: (NIC or other resource, weight of the flow there)
     uses: tuple[tuple[Hashable, float], ...] = ()
-    #: Transfers of one channel follow each other in the order in which they became ready.
+    #: Transfers of a channel follow each other, in the order of becoming ready.
     channel: Hashable = None
-    #: Transfer to post when this one has arrived.
+    #: Transfer to post when this transfer has arrived.
     then: Hashable = None
     #: Between clusters.
     across: bool = False
@@ -128,15 +128,14 @@ class Transfer:
 
 
 class Transfers(dict[Hashable, Transfer]):
-    """Transfers of one simulation by tag, copied from templates when first used."""
+    """Transfers of a simulation by tag (key), copied from templates when first used."""
 
     def __init__(self, templates: Mapping[Hashable, Transfer]):
         """Keep the templates.
 
         Args:
-            templates: Tag -> transfer to copy. A transfer that recurs in each micro-batch has the
-                tag (name, micro-batch); one template with the key `name` serves for all
-                micro-batches.
+            templates: Tag (key) -> transfer to copy. A transfer that recurs in each micro-batch has the
+                tag (name, micro-batch); a template with the key `name` serves for all micro-batches.
         """
         super().__init__()
         self.templates = templates
@@ -160,7 +159,7 @@ class Simulation:
 
         Args:
             programs: Operations of every actor.
-            transfers: Tag -> transfer (a message or collective).
+            transfers: Tag (key) -> transfer (a message or collective).
             capacities: Rate of every NIC (or other resource) in bits/s, one way.
         """
         self.programs = programs
@@ -168,16 +167,16 @@ class Simulation:
         self.capacities = capacities
         self.now = 0.0
         self.event_count = 0
-        #: (moment, number, action, its argument); numbers keep the order of events of one moment.
+        #: (moment, number, action, its argument); numbers keep the order of simultaneous events.
         self.events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         #: Index of the next operation of every actor.
         self.position = [0] * len(programs)
         self.spans: list[list[Span]] = [[] for _ in programs]
         self.flows: dict[Hashable, dict[Hashable, Transfer]] = {}  # NIC -> tag -> flow
-        # Channel -> tags of its transfers that are ready, in order; the first one is under way.
+        # Channel -> tags of its transfers that are ready, in order; the first is under way.
         self.channels: dict[Hashable, deque[Hashable]] = {}
         self.carried: dict[Hashable, float] = {}  # NIC -> bits
-        # (NICs and weights, rate limit) of a flow -> its class, whose flows always get equal rates.
+        # (NICs and weights, rate limit) of a flow -> its class: flows of a class get equal rates.
         self.rate_classes: dict[Hashable, int] = {}
         # Cache, as the same mix of flows recurs often: sorted classes of all flows that are
         # connected through NICs -> class -> bits/s.
@@ -212,8 +211,8 @@ class Simulation:
     def _advance(self, actor: int) -> None:
         """Execute an actor's operations until it computes, has to wait, or has no more.
 
-        An actor is a rank, or all ranks like it. It goes on when an event ends the computation, or
-        when a transfer (message or collective; `tag` is its key) releases it. Its operations:
+        An actor is a rank, or several ranks that do the same. It goes on when an event ends its
+        computation, or when a transfer (message or collective; `tag` is its key) releases it:
 
             ("compute", kind, seconds, micro_batch, chunk)
             ("post", tag)         It is ready for the transfer.
@@ -248,14 +247,14 @@ class Simulation:
                     return
 
     def _post_receiver(self, op: Op) -> None:
-        """Tell a message's sender that the receiver is ready, as soon as the connection is free.
+        """Notify a message's sender that the receiver is ready, as soon as the connection is free.
 
         This notice goes over the connection on which the receiver sends its own messages to that
         peer. A connection transmits in order. So if such a message is leaving now, the notice waits
         for its end.
 
         Args:
-            op: ("post", tag of the message to receive, AS_RECEIVER, tags of the messages that the
+            op: ("post", tag (key) of the message to receive, AS_RECEIVER, tags of the messages that the
                 receiver sent to the same peer before).
         """
         _, tag, _, *sent_before = op
@@ -282,7 +281,7 @@ class Simulation:
         """Note that a party is ready for a transfer; begin it if all are and its channel is free.
 
         Args:
-            tag: Tag of the transfer.
+            tag: Key of the transfer.
             ready: Moment at which the transfer counts as ready, if not now (transfers in a chain).
         """
         transfer = self.transfers[tag]
@@ -298,7 +297,7 @@ class Simulation:
             return
         queue = self.channels.setdefault(transfer.channel, deque())
         queue.append(tag)
-        # If the channel is not free, _end() of the transfer before begins this one.
+        # If the channel is not free, _end() of the previous transfer begins this transfer.
         if len(queue) == 1:
             self._begin(tag)
 
@@ -309,8 +308,9 @@ class Simulation:
     def _start_flow(self, tag: Hashable) -> None:
         """Start to send the bits of a transfer as a flow; flows on the same NICs become slower.
 
-        A transfer without bits ends at once. A flow alone on its NICs gets its rate at once, too;
-        otherwise all flows connected through NICs get new rates.
+        If no other flow uses its NICs, this flow gets the rate of the slowest NIC. Otherwise it shares
+        NICs with other flows, these with further flows, and so on; all of them get new rates. A
+        transfer without bits ends immediately.
 
         Transfer.uses has pairs of a NIC (or other resource) and a weight: the bits through the NIC
         for each bit of the flow. So a flow of weight w counts as w flows there.
@@ -319,7 +319,7 @@ class Simulation:
         if transfer.bits <= 0:
             self._end(tag)
             return
-        transfer.left = transfer.bits  # from `since` on
+        transfer.left = transfer.bits
         transfer.since = self.now
         # The class of flows that get the same rate, for the cache in _update_rates().
         transfer.rate_class = self.rate_classes.setdefault(
@@ -346,14 +346,14 @@ class Simulation:
         """End a flow, unless its rate has changed since this event was scheduled.
 
         Args:
-            flow: Tag of the transfer, and the version of the rate for which its end was computed.
+            flow: Key of the transfer, and the version of the rate for which its end was computed.
         """
         tag, version = flow
         if self.transfers[tag].version == version:
             self._end(tag)
 
     def _end(self, tag: Hashable) -> None:
-        """End the sending of a transfer whose bits have all left, and start what waited for that.
+        """End the sending of a transfer after all its bits have left, and start whatever waited for that.
 
         Its NICs are free for other flows, and the next transfer of its channel begins. Notices (a
         receiver is ready for a message) that were queued on the same connection are sent. The
@@ -383,7 +383,7 @@ class Simulation:
             self._arrive(tag)
 
     def _arrive(self, tag: Hashable) -> None:
-        """End a transfer: post the next one of its chain, and let the actors go on that wait."""
+        """End a transfer: post the next transfer of its chain, and let the waiting actors go on."""
         transfer = self.transfers[tag]
         transfer.ended = self.now
         if transfer.then is not None:
@@ -402,14 +402,14 @@ class Simulation:
         transfer.waiting = receivers
 
     def _release(self, transfer: Transfer, waiting: Sequence[_Waiter]) -> None:
-        """Let actors go on that waited for a transfer, and record how they spent the time.
+        """Let actors go on that waited for a transfer, and record their time as spans.
 
         An actor is idle until the transfer is ready, and communicates from then on.
 
         Args:
             transfer: Transfer that the actors wait for.
             waiting: (actor, moment since when it waits, its operation). The operation is ("wait",
-                tag, kind of the communication's span, micro-batch), and perhaps AS_SENDER.
+                key, kind of the communication's span, micro-batch), and perhaps AS_SENDER.
         """
         for actor, since, op in waiting:
             _, _, kind, micro_batch = op[:_WAIT_LENGTH]  # without AS_SENDER
@@ -428,7 +428,7 @@ class Simulation:
         """Set new rates for `seeds` and for all flows connected to them through common NICs.
 
         Args:
-            seeds: Tag -> flow that began, or that shared a NIC with a flow that ended.
+            seeds: Key -> flow that began, or that shared a NIC with a flow that ended.
         """
         connected = dict(seeds)
         unvisited = list(seeds.values())
@@ -441,7 +441,7 @@ class Simulation:
                         if tag not in connected:
                             connected[tag] = flow
                             unvisited.append(flow)
-        # Equal mixes of flows have equal rates, which are computed once.
+        # Equal mixes of flows have equal rates. They are computed once.
         key = tuple(sorted([flow.rate_class for flow in connected.values()]))
         if key not in self.rates:
             fair = _fair_rates(connected, nics, self.capacities)
@@ -468,7 +468,7 @@ def _fair_rates(
     rate, and the others grow on.
 
     Args:
-        flows: Tag -> flow.
+        flows: Key -> flow.
         nics: All NICs that the flows use.
         capacities: NIC -> bits/s.
     """

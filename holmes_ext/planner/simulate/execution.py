@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.engine import EngineTraits
 
-#: Which reductions overlap with the last backward pass.
+#: Stages whose gradient reductions overlap with the last backward pass: none, the first, or all.
 OVERLAPS = ("off", "first", "on")
 ZERO_STAGES = (0, 1, 2, 3)
 #: ZeRO stage that shards gradients, so they are sent for each micro-batch.
@@ -23,7 +23,7 @@ class Execution:
     engine: EngineTraits = EngineTraits()
     #: Chunks of a stage; above 1 the schedule is interleaved, else 1F1B.
     virtual: int = 1
-    #: Pass all micro-batches through a chunk before the next one (plan/cost/pipeline.py).
+    #: Pass all micro-batches through a chunk before the next chunk (plan/cost/pipeline.py).
     breadth_first: bool = False
     #: Blocks of each stage (interleaved: of the first chunk of every stage, then of the second,
     #: ...); () for an even split.
@@ -70,7 +70,7 @@ class Execution:
     step_s: float = 0.0
     #: Seconds of the optimizer for each parameter.
     parameter_s: float = 2e-11
-    #: All-reduces of one number over a stage's data parallel ranks that the script makes at the
+    #: All-reduces of a single number over a stage's data parallel ranks that the script makes at the
     #: step's end.
     sums: int = 0
     #: Sharded weights and gradients travel while other layers compute.
@@ -89,7 +89,7 @@ class Execution:
         """Raise HolmesError if a value is out of range, or two settings exclude each other.
 
         A `schedule` is a written list of passes for each stage; () if there is none. `in_flight` is
-        the warm-up depth of each stage. `sums` counts all-reduces of one number at the step's end.
+        the warm-up depth of each stage. `sums` counts all-reduces of a number at the step's end.
         `cores` is the number of CPU cores that all ranks share (0: each rank has its own).
         """
         if self.overlap not in OVERLAPS:

@@ -1,4 +1,4 @@
-"""Buckets of gradients, and the layers after which they are sent."""
+"""Buckets of gradients, grouped by the layer after which they are sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holmes_ext.plan.buckets import cut
 
 
 class ChunkLayer(NamedTuple):
-    """A layer of a stage, with the chunk (of an interleaved schedule) that it belongs to."""
+    """A layer of a stage, with its chunk (of an interleaved schedule)."""
 
     chunk: int
     layer: int
@@ -18,7 +18,7 @@ class ChunkLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class Gradient:
-    """Gradient of one parameter."""
+    """Gradient of a parameter."""
 
     chunk_layer: ChunkLayer
     #: Bytes.
@@ -29,7 +29,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class BucketGroup:
-    """Buckets of gradients that are sent at one moment; bucket_groups() makes them."""
+    """Buckets of gradients that are sent together; bucket_groups() makes them."""
 
     #: Bytes of each bucket.
     sizes: tuple[float, ...]
@@ -49,7 +49,7 @@ def bucket_groups(
     pass.
 
     Args:
-        gradients: In the order in which they become final.
+        gradients: In the order of becoming final.
         limit_bytes: Size of a bucket.
         exceed: True if a bucket also takes the gradient that exceeds its size, and then ends. False
             if that gradient begins the next bucket.

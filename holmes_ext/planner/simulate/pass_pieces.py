@@ -13,12 +13,12 @@ from holmes_ext.planner.simulate.events import Op
 def blocks_of_chunks(stage_layers: Sequence[int], blocks: int, chunks: int) -> Sequence[int]:
     """Return the number of transformer blocks of every chunk, in the order of the forward pass.
 
-    A chunk is a run of layers on one stage. A stage has one chunk, or several under an interleaved
+    A chunk is a run of layers on a stage. A stage has a single chunk, or several under an interleaved
     schedule. Example: 8 blocks in 4 chunks without given numbers -> 2, 2, 2, 2.
 
     Args:
         stage_layers: Blocks of every chunk, as given by the user's setting of this name; () for the
-            same number in each. (With one chunk a stage, these are the blocks of each stage.)
+            same number in each. (With a single chunk a stage, these are the blocks of each stage.)
         blocks: Blocks of the model.
         chunks: Number of chunks, of all stages together.
 
@@ -58,7 +58,7 @@ def pass_pieces(
         Seconds of computation of a piece, and the operations after the piece.
     """
     first, last = (low, high) if forward else (high, low)
-    yielded_s = sums[first]  # running sum at the point up to which the pass is yielded
+    yielded_s = sums[first]  # running sum at the end of the pieces yielded so far
     for layer in sorted({*needs, *launches}, reverse=not forward):
         # Layer n lies between the running sums n and n + 1. A backward pass enters it from above.
         before, after = (layer, layer + 1) if forward else (layer + 1, layer)

@@ -1,13 +1,13 @@
 """Step time of many micro-batches from a simulation of few, if the middle of the step repeats.
 
     few micro-batches   F F F F B F B F B F B F B B B B       the same operations up to the last forward pass;
-    k more of them      F F F F B F B F B F B F B F B B B B   the state there decides all that follows
+    k more of them      F F F F B F B F B F B F B F B B B B   the state there decides everything after it
 
 If the state at the last forward pass equals the state k micro-batches before, D seconds earlier,
 then a step of few + n k micro-batches takes n D longer: max-plus systems become periodic (Baccelli
 et al. 1992, ch. 3). The lifetime of a micro-batch is the time from its first forward pass to its
-last backward pass. The state depends on the micro-batches under way, which began within one
-lifetime, and on those that they waited for, one lifetime earlier. So the state counts as equal if
+last backward pass. The state depends on the micro-batches under way (they began within the last
+lifetime), and on those that they waited for, a lifetime earlier. So the state counts as equal if
 every pass of the last two lifetimes ended D later than the same pass of k micro-batches before.
 
 Pipeline classes (a class is all pipelines on equal nodes) that share no link may each have their
@@ -23,15 +23,15 @@ from typing import NamedTuple
 from holmes_ext.planner.simulate.events import Span
 from holmes_ext.planner.simulate.step import JobStep, end_of
 
-#: Longest period that is tried, in micro-batches (interleaved: in rounds of one for each stage).
+#: Longest period that is tried, in micro-batches (interleaved: in rounds of as many as stages).
 MAX_PERIOD = 4
 #: Least multiple of all these periods.
 ALL_PERIODS = 12
-#: Factor on the number of simulated micro-batches if the middle did not repeat, and the share of
-#: all micro-batches from which on all are simulated.
+#: Factor on the number of simulated micro-batches if the middle did not repeat, and the largest share
+#: of all micro-batches that is simulated; beyond it, all are simulated.
 GROWTH = 3
 MAX_SHARE = 0.35
-#: Micro-batches simulated first: so many times the warm-up depth, and FEW_MORE. Enough for the
+#: Micro-batches simulated first: this multiple of the warm-up depth, and FEW_MORE. Enough for the
 #: warm-up, two lifetimes of a micro-batch to compare, and a period.
 FEW_DEPTHS = 3
 FEW_DEPTHS_INTERLEAVED = 6
@@ -50,7 +50,7 @@ def folded_s(job: JobStep) -> float:
     repeat, more micro-batches are simulated, and in the end all.
     """
     total = job.costs.micro_batches
-    if job.run.schedule:  # a written order of passes, for just so many micro-batches
+    if job.run.schedule:  # a written order of passes, for just this number of micro-batches
         return job.step().step_s
     few, round_size = _first_simulation(job)
     while few < MAX_SHARE * total:  # with more, a full simulation takes hardly longer
@@ -76,7 +76,7 @@ def folded_causes(job: JobStep, step_s: float) -> dict[str, float]:
     few, round_size = _first_simulation(job)
     # The middle may repeat after 1 to MAX_PERIOD rounds. ALL_PERIODS rounds are a multiple of each.
     period = ALL_PERIODS * round_size
-    # Two simulations that differ by one period. The smaller one has at least `few` micro-batches, and
+    # Two simulations that differ by a period. The smaller has at least `few` micro-batches, and
     # lacks a whole number of periods.
     lacking_periods = (total - few) // period
     smaller = total - lacking_periods * period
@@ -86,7 +86,7 @@ def folded_causes(job: JobStep, step_s: float) -> dict[str, float]:
         causes_of_larger = job.step(larger).causes
         causes = {}
         for name, seconds in causes_of_smaller.items():
-            growth_s = causes_of_larger[name] - seconds  # with one period more
+            growth_s = causes_of_larger[name] - seconds  # with another period
             causes[name] = seconds + lacking_periods * growth_s
         if abs(sum(causes.values()) - step_s) <= SUM_ROUNDING * step_s:
             return causes
@@ -94,11 +94,14 @@ def folded_causes(job: JobStep, step_s: float) -> dict[str, float]:
 
 
 class _FirstSimulation(NamedTuple):
-    """Size of the first simulation, which has few of the step's micro-batches."""
+    """Number of micro-batches in the first simulation of a step, and their unit.
 
-    micro_batches: int  # of the simulation
-    #: Micro-batches of a round: an interleaved schedule passes as many through a chunk before the
-    #: next chunk; 1 under other schedules.
+    folded_s() first simulates a few of the step's micro-batches. If no period shows, it simulates more.
+    """
+
+    micro_batches: int
+    #: Number of micro-batches that an interleaved schedule passes through a chunk before the next
+    #: chunk (a round); periods are multiples of it. 1 under other schedules.
     round_size: int
 
 
@@ -114,7 +117,7 @@ def _first_simulation(job: JobStep) -> _FirstSimulation:
     # so its period is a multiple of these.
     is_interleaved = job.run.virtual > 1
     round_size = stages if is_interleaved else 1
-    # Largest warm-up depth of a stage: 1F1B's is the number of stages on the first one.
+    # Largest warm-up depth of a stage: 1F1B's is the number of stages on the first stage.
     warm_up = max((*job.run.in_flight, stages))
     # Enough for the warm-up itself, two lifetimes of a micro-batch to compare, and a period. A lifetime
     # is about as long as `warm_up` micro-batches take.
@@ -174,8 +177,8 @@ def _omitted_s(
     Several periods are tried, and the first that fits gives the seconds. 0 if none fits.
 
     Args:
-        spans: Spans of every actor; the actors of a pipeline class follow each other, stage by
-            stage.
+        spans: Spans of every actor (ranks of a stage that do the same). Those of a pipeline class
+            (pipelines on equal nodes) follow each other, stage by stage.
         stages: Number of stages.
         periods: Periods to try, in micro-batches.
         omitted: Number of micro-batches that are not simulated, a multiple of each period.
@@ -194,12 +197,12 @@ def _period_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> floa
     repeat if the time between their ends is equal for all pairs; this time is the result.
 
     Compared are the passes that end within two lifetimes of a micro-batch (first to last pass),
-    before the first actor's last forward pass ends. One lifetime covers the micro-batches under way
-    then, the other one those that they waited for.
+    before the first actor's last forward pass ends. The last lifetime covers the micro-batches under
+    way then, the lifetime before it those that they waited for.
 
     Args:
-        spans: Spans of every actor; the actors of a pipeline class follow each other, stage by
-            stage.
+        spans: Spans of every actor (ranks of a stage that do the same). Those of a pipeline class
+            (pipelines on equal nodes) follow each other, stage by stage.
         stages: Number of stages.
         period: Period to test, in micro-batches.
     """
@@ -210,7 +213,7 @@ def _period_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> floa
         for span in actor_spans
         if span.kind in _PASSES
     }
-    # From here on an actor does cool-down passes, which do not repeat.
+    # From here on an actor does cool-down passes. These do not repeat.
     last_forward_end_s = min(
         max(span.end for span in actor_spans if span.kind == "forward") for actor_spans in spans
     )
@@ -221,7 +224,7 @@ def _period_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> floa
         if not actor_lifetime_s:
             return 0.0
         lifetime_s = max(lifetime_s, actor_lifetime_s)
-    # Compare all passes of the last two lifetimes with those one period before.
+    # Compare all passes of the last two lifetimes with those a period before.
     since = last_forward_end_s - 2 * lifetime_s
     if since <= 0:
         return 0.0

@@ -1,6 +1,6 @@
 """Order of passes, sends and receives on a stage, as each framework starts and awaits them.
 
-An operation is one of
+The operations are
 
     (letter, micro_batch, chunk)      a pass: "F" forward, "B" backward, "I" and "W" its gradients of input
                                       and weights
@@ -9,7 +9,7 @@ An operation is one of
                                       receiver's notice that it is ready follows them
     ("wait", message)                 wait for its end
 
-A message is ("a", virtual_stage, micro_batch), the activation from a virtual stage to the next one,
+A message is ("a", virtual_stage, micro_batch), the activation from a virtual stage to the next,
 or ("g", virtual_stage, micro_batch), its gradient back. A virtual stage is a chunk of layers,
 numbered in the order of the forward pass: chunk c of stage s is virtual stage c x stages + s.
 """
@@ -40,7 +40,7 @@ def schedule(
     breadth_first: bool = False,
     planned: PassOrder | None = None,
 ) -> Iterator[Op]:
-    """Return the operations of a stage in one step.
+    """Return the operations of a stage in a step.
 
     Receives are posted (started) at the step's start if stages have several chunks, or if a warm-up
     depth is given. A written order of passes may say after which send each receive is posted.
@@ -56,12 +56,12 @@ def schedule(
         virtual: Chunks of a stage.
         in_flight: Warm-up depth (micro-batches begun before the first backward pass); 0 for the
             framework's own 1F1B.
-        breadth_first: Pass all micro-batches through a chunk before the next one.
+        breadth_first: Pass all micro-batches through a chunk before the next chunk.
         planned: Written order of passes.
     """
     neighbours = _Neighbours(stage, stages, last_virtual_stage=stages * virtual - 1)
     if planned:
-        chunk = 0  # the only one
+        chunk = 0  # the only chunk
         listed = [(letter, micro_batch, chunk) for letter, micro_batch in planned.stages[stage]]
         # Not empty if the order says after which send each receive is posted.
         says_when_posted = bool(planned.activations_before)
@@ -88,13 +88,13 @@ class _Neighbours:
         self.last_virtual_stage = last_virtual_stage
 
     def needs(self, stage_pass: Pass) -> list[Message]:
-        """Return the message that a pass must have received: none or one.
+        """Return a list with the message that a pass must have received; [] if it needs none.
 
         A virtual stage is a chunk of layers, numbered over all stages. A message has the number of
         the earlier of its two virtual stages. So on virtual stage 3 with micro-batch 5:
 
             forward pass "F"             [("a", 2, 5)]    activation from 2; [] on virtual stage 0
-            backward pass "B" or "I"     [("g", 3, 5)]    gradient from 4; [] on the last one
+            backward pass "B" or "I"     [("g", 3, 5)]    gradient from 4; [] on the last
             gradients of weights "W"     []
         """
         letter, micro_batch, chunk = stage_pass
@@ -106,12 +106,12 @@ class _Neighbours:
         return [(GRADIENT, virtual_stage, micro_batch)]
 
     def makes(self, stage_pass: Pass) -> list[Message]:
-        """Return the message that a pass sends: none or one.
+        """Return a list with the message that a pass sends; [] if it sends none.
 
         A virtual stage is a chunk of layers, numbered over all stages. A message has the number of
         the earlier of its two virtual stages. So on virtual stage 3 with micro-batch 5:
 
-            forward pass "F"             [("a", 3, 5)]    activation to 4; [] on the last one
+            forward pass "F"             [("a", 3, 5)]    activation to 4; [] on the last
             backward pass "B" or "I"     [("g", 2, 5)]    gradient to 2; [] on virtual stage 0
             gradients of weights "W"     []
         """
@@ -140,8 +140,8 @@ def _with_early_receives(
     Args:
         order: Passes of the stage.
         neighbours: Messages of the stage.
-        planned: Written order of passes, which says after which send each receive is posted; None
-            to post all at the step's start.
+        planned: Written order of passes. It says after which send each receive is posted. None: post
+            all at the step's start.
     """
     # Message sent -> receives to post then; None for the step's start.
     posts_after: dict[Message | None, list[Op]] = defaultdict(list)
@@ -196,14 +196,16 @@ def _deepspeed_1f1b(neighbours: _Neighbours, micro_batches: int) -> Iterator[Op]
     """Yield the operations of DeepSpeed's 1F1B (deepspeed.runtime.pipe.schedule.TrainSchedule).
 
     Time slots for a forward and for a backward pass alternate; DeepSpeed calls them steps. An even
-    stage has its forward passes in even slots, an odd stage in odd ones. Each slot sends the output
-    of the slot before and receives the input of its own pass. A forward slot sends first, a
+    stage has its forward passes in even slots, an odd stage in odd slots. Each slot sends the output
+    of the previous slot and receives the input of its own pass. A forward slot sends first, a
     backward slot receives first.
     """
     stage = neighbours.stage
     stages = neighbours.stages
     to_send: list[Message] = []  # output of the step before
     for step in range(2 * (micro_batches + neighbours.last_virtual_stage)):
+        # The forward pass of micro-batch m is in slot stage + 2 m, its backward pass in slot
+        # 2 stages - stage - 1 + 2 m.
         is_forward = step % 2 == stage % 2
         if is_forward:
             micro_batch = (step - stage) // 2
@@ -228,16 +230,17 @@ def _deepspeed_1f1b(neighbours: _Neighbours, micro_batches: int) -> Iterator[Op]
 def _exchange(messages: Sequence[Message], received: Sequence[Message] = ()) -> Iterator[Op]:
     """Yield the operations that start messages, and then wait for all of them.
 
+    ("post", message) starts a message, ("wait", message) waits for its end.
+
     Args:
         messages: Messages to send, or to receive.
-        received: Further messages, to receive from the neighbour to which `messages` are sent. A
-            receiver sends a notice that it is ready. It uses the connection that also carries
-            `messages` to that neighbour, so the notice comes after them.
+        received: Further messages, to receive from the neighbour to which `messages` are sent.
     """
     for message in messages:
         yield ("post", message)
     for message in received:
-        # A post with further items is a receiver's: its notice waits until these have left.
+        # The receive begins with a notice to the neighbour that this stage is ready. The notice uses
+        # the connection that also carries `messages`, so it leaves after them: they follow in the post.
         yield ("post", message, *messages)
     for message in (*messages, *received):
         yield ("wait", message)

@@ -1,4 +1,4 @@
-"""Simulation of one training step of every rank: the step times that planner/search compares.
+"""Simulation of a training step of every rank: the step times that planner/search compares.
 
     network, placement, model, Execution  -- JobStep -->  Step
 
@@ -76,7 +76,7 @@ _ACTIVATION, _GRADIENT = "a", "g"
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of ranks that do the same at the same time."""
+    """Activities over time (spans) of ranks that do the same at the same time."""
 
     stage: int
     ranks: tuple[int, ...]
@@ -87,13 +87,13 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Step:
-    """Result of a simulation: one training step."""
+    """Result of a simulation: a training step."""
 
     #: Seconds to the end of the last rank.
     step_s: float
     #: Timelines of groups of equal ranks.
     ranks: tuple[Timeline, ...]
-    #: (class of node, fabric, direction), or key of a hop -> bytes through one NIC, or the hop.
+    #: (class of node, fabric, direction), or key of a hop -> bytes through a NIC, or the hop.
     carried: dict[Hashable, float]
 
     @property
@@ -128,7 +128,7 @@ def simulate(
     only: Fabric | None = None,
     costs: StageCosts | None = None,
 ) -> Step:
-    """Simulate one training step.
+    """Simulate a training step.
 
     Args:
         site: Nodes and networks.
@@ -149,7 +149,7 @@ def simulate(
 
 
 class _Actor(NamedTuple):
-    """All ranks of a stage in pipelines on equal nodes (one class), which do the same at once."""
+    """All ranks of a stage in pipelines on equal nodes (a class); they do the same at the same time."""
 
     pipeline_class: int
     stage: int
@@ -190,7 +190,7 @@ class JobStep:
         if run.zero > 1 and sizes.pipeline > 1:
             problem = f"zero is {run.zero} with {sizes.pipeline} pipeline stages"
             raise HolmesError(f"{problem}; under a pipeline it can be 0 or 1")
-        # A fold has one actor for all equal ranks. The network caches it for all jobs of a search.
+        # A fold has an actor for all equal ranks. The network caches it for all jobs of a search.
         self.fold = network.remember(("fold", placement), lambda: Fold(placement))
         layers = model.layers_of(sizes)  # embedding, transformer blocks, output layer
         embedding, *_ = layers
@@ -202,7 +202,7 @@ class JobStep:
         self.ranges = costs.ranges(blocks)
         self.passes = PassOrder.parse(run.schedule) if run.schedule else None
         self.collectives = CollectiveOps(network, self.fold, run, self.ranges, layers, model, maker)
-        # All layers pass on activations of one size.
+        # All layers pass on activations of the same size.
         messages = self._messages(maker, embedding.activation_bytes)
         #: Tag without micro-batch -> transfer, to be copied for each micro-batch.
         self.templates = {**messages, **self.collectives.transfers}
@@ -218,7 +218,7 @@ class JobStep:
     def _messages(self, maker: TransferMaker, size: float) -> dict[Hashable, Transfer]:
         """Return (letter, virtual stage, pipeline class) -> message between neighbouring chunks.
 
-        Letter "a" is the activation from a virtual stage to the next one, "g" its gradient back. A
+        Letter "a" is the activation from a virtual stage to the next, "g" its gradient back. A
         virtual stage is a chunk of layers, numbered over all stages in the order of the forward
         pass. A pipeline class is all pipelines on equal nodes.
 
@@ -257,7 +257,7 @@ class JobStep:
         is_buffered = size <= self.run.buffer_bytes
         sender_bps = self._gpu_link_bps(pipeline_class, stage)
         receiver_bps = self._gpu_link_bps(pipeline_class, other)
-        if stage == other:  # between chunks of one stage: no time
+        if stage == other:  # between chunks of the same stage: no time
             return Transfer(parties=2, buffered=is_buffered)
         stage_link = fold.stage_link(pipeline_class, stage, other)
         load = self.network.message(stage_link, min(sender_bps, receiver_bps))
@@ -268,14 +268,14 @@ class JobStep:
                 gathered_s = 8 * (slices - 1) / slices * size / receiver_bps
             size *= self._compressed_share / slices
         transfer = maker.message(load, size, gathered_s)
-        # Messages of one channel follow each other, as on a connection.
+        # Messages of a channel follow each other, as on a connection.
         channel = (pipeline_class, stage, other) if load.fabric else None
         return replace(transfer, channel=channel, buffered=is_buffered)
 
     def _gpu_link_bps(self, pipeline_class: int, stage: int) -> float:
-        """Return the rate between the GPUs of one node of a stage, in bits/s.
+        """Return the rate between the GPUs of a node of a stage, in bits/s.
 
-        A pipeline class is all pipelines on equal nodes, so the stage is on nodes of one kind.
+        A pipeline class is all pipelines on equal nodes, so the stage is on nodes of the same kind.
         """
         cluster = self.network.cluster(self.fold.node_type_on(pipeline_class, stage))
         return self.model.gpu_of(cluster).link_bps
@@ -283,7 +283,7 @@ class JobStep:
     @property
     def _compressed_share(self) -> float:
         """Bytes sent for each byte of an activation on Ethernet."""
-        if self.network.single_fabric:  # a job without holmes, which compresses nothing
+        if self.network.single_fabric:  # a job without holmes compresses nothing
             return 1.0
         return compressed_share(self.run.compression, self.model.activation_width)
 
@@ -299,9 +299,9 @@ class JobStep:
         return self.model.copies(sizes) if is_sliced else 1  # copies: ranks with the same message
 
     def simulation(self, micro_batches: int, begins: Sequence[float] = ()) -> Simulation:
-        """Return a simulation of so many micro-batches, not yet run.
+        """Return a simulation of `micro_batches` micro-batches, not yet run.
 
-        An actor stands for all ranks of a stage in pipelines of one class (all pipelines on equal
+        An actor represents all ranks of a stage in pipelines of a class (all pipelines on equal
         nodes): these ranks do the same at the same time.
 
         Args:
@@ -356,12 +356,12 @@ class JobStep:
         return [group.pipeline_classes for group in groups]
 
     def step(self, micro_batches: int = 0) -> Step:
-        """Simulate the step with so many micro-batches; 0: all. Equal ranks (_Actor) share a timeline."""
+        """Simulate the step with some of its micro-batches (0: all). Equal ranks share a timeline."""
         simulation = self.simulation(micro_batches or self.costs.micro_batches)
         timelines = []
         for (pipeline_class, stage), spans in zip(self.actors, simulation.run()):
             cluster = self.network.cluster(self.fold.node_type_on(pipeline_class, stage))
-            ranks = self.fold.ranks(pipeline_class, stage)  # all of the actor's, which do the same
+            ranks = self.fold.ranks(pipeline_class, stage)  # all that the actor represents
             timelines.append(Timeline(stage, ranks, cluster, spans=tuple(spans)))
         # CORES: CPU cores that ranks share. Bits through them stand for time of software, not for traffic.
         carried_bytes = {nic: bits / 8 for nic, bits in simulation.carried.items() if nic != CORES}
@@ -443,7 +443,7 @@ class JobStep:
         operation, message, *sent_before = op
         letter, virtual_stage, micro_batch = message
         tag = ((letter, virtual_stage, pipeline_class), micro_batch)
-        # The activation leaves this virtual stage; its gradient leaves the next one.
+        # The activation leaves this virtual stage; its gradient leaves the next.
         sending_stage = virtual_stage + 1 if letter == _GRADIENT else virtual_stage
         is_sender = sending_stage % self.costs.stages == stage
         if operation == "wait":
@@ -470,7 +470,7 @@ class JobStep:
         Args:
             ops: Operations of the actor.
             transfers: Transfers of the simulation; the flows are added to them.
-            actor: All ranks of a stage in pipelines of one class (on equal nodes).
+            actor: All ranks of a stage in pipelines of a class (on equal nodes).
         """
         ranks = self.fold.count[actor.pipeline_class]  # for which the actor stands
         core_bps = self.network.links.core_bps
@@ -483,7 +483,7 @@ class JobStep:
                 yield ("compute", kind, seconds, micro_batch, chunk)
             elif seconds > 0:
                 tag = ("software", tuple(actor), number)  # key of the transfer
-                # The flow of each rank uses one core at most: a second is as many bits as a core
+                # The flow of each rank uses at most 1 core: a second is as many bits as a core
                 # can send. Its weight is the number of ranks that the actor stands for.
                 transfers[tag] = Transfer(
                     parties=1,

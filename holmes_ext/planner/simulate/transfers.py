@@ -7,7 +7,7 @@ A load (plan/cost/network.py, Load) says how a message or collective uses the ne
     message_share    size of each message, as a part of all bytes
     nics, hops       each NIC or hop, with the number of such messages that share it
 
-A hop is a link between clusters, or the uplink of one.
+A hop is a link between clusters, or the uplink of a cluster.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class TransferMaker:
         Software, such as the communication library, adds self.message_s seconds.
 
         Args:
-            load: How the message uses NICs and links: which ones, and how many messages share each.
+            load: NICs and links that the message uses, and how many messages share each.
             size: Bytes.
             gathered_s: Seconds that the receiving node needs to gather the slices of its ranks.
         """
         if load.fabric is None:  # inside a node
             return Transfer(parties=2, fixed_s=self.message_s + load.price.seconds(size))
-        curve = self.network.curve(load)  # startup time by size, and the rate of one flow
+        curve = self.network.curve(load)  # startup time by size, and the rate of a flow
         return Transfer(
             parties=2,  # sender and receiver must be ready
             fixed_s=curve.fixed_s(size) + self.message_s + gathered_s,
@@ -66,9 +66,9 @@ class TransferMaker:
     def collective(
         self, load: Load, sizes: Sequence[float], parties: int, cpu_factor: float = 1.0
     ) -> Transfer:
-        """Return collectives of `sizes` bytes, one after the other, as a single transfer.
+        """Return collectives of `sizes` bytes, in sequence, as a single transfer.
 
-        A collective of n bytes sends `load.messages` messages one after the other, each of n x
+        A collective of n bytes sends `load.messages` messages in sequence, each of n x
         `load.message_share` bytes, and n x `load.volume` bytes pass a NIC. Software adds
         self.message_s seconds to each message.
 
@@ -83,7 +83,7 @@ class TransferMaker:
         if load.fabric is None:  # inside a node
             return Transfer(parties, fixed_s=load.price.seconds(total_bytes))
         curve = self.network.curve(load)  # startup time by size, and the rate of one flow
-        # Startup of one message of each collective.
+        # Startup of a message of each collective.
         startups_s = [curve.fixed_s(load.message_share * size) + self.message_s for size in sizes]
         # Latency between clusters beyond the fabric's own, once for each collective.
         latency_s = len(sizes) * load.wan_latency_s
@@ -97,18 +97,18 @@ class TransferMaker:
         )
 
     def reduction_step(self, flow: Flow, parties: int) -> Transfer:
-        """Return the transfer of one step of a gradient reduction.
+        """Return the transfer of a step of a gradient reduction.
 
-        A flat all-reduce is a single step. A hierarchical one is a chain of steps: inside the
+        A flat all-reduce is a single step. A hierarchical all-reduce is a chain of steps: inside the
         clusters, between them, inside again. Its bytes are divided into pieces. A step starts when
         the step before it on the same piece has arrived, while other pieces are in other steps.
 
         Args:
-            flow: What the step sends: loads (its use of NICs and links, one for each cluster),
-                bytes and channel; `then` is the next step.
+            flow: Traffic of the step: loads (use of NICs and links, for each cluster), bytes and
+                channel; `then` is the next step.
             parties: Actors (ranks, or sets of equal ranks) that must be ready before it starts.
         """
-        if not flow.chained:  # collectives of one load
+        if not flow.chained:  # collectives of the same load
             transfer = self.collective(flow.loads[0], flow.sizes, parties)
             return replace(transfer, channel=flow.channel)
         (size,) = flow.sizes
@@ -120,14 +120,14 @@ class TransferMaker:
                 curve = self.network.curve(load)  # startup time by size
                 startup_s = curve.fixed_s(load.message_share * size) + self.message_s
                 fixed_s = max(fixed_s, load.messages * startup_s)
-        # `wan_latency_s` is the latency between clusters. If the step blocks the next one on its channel,
-        # that waits for the way there and back. Otherwise the step only arrives later.
+        # `wan_latency_s` is the latency between clusters. If the step blocks the next step on its
+        # channel, that waits for the way there and back. Otherwise the step only arrives later.
         latency_s = flow.wan_latency_s
         if flow.awaits_arrival:
             fixed_s += 2 * flow.wan_latency_s
             latency_s = 0.0
         # Resource (NIC, WAN link or CPU) -> weight: bits through it for each bit of the flow. The
-        # loads run at once, as one flow of `size` bytes; a load sends `volume` bytes for each byte.
+        # loads run at once, as a flow of `size` bytes; a load sends `volume` bytes for each byte.
         weights: dict[Hashable, float] = {}
         for load in flow.loads:
             if load.fabric is not None:
@@ -168,7 +168,7 @@ class TransferMaker:
         # A hierarchical all-reduce also costs CPU time for each of its `cpu_messages`. on_cores()
         # takes their number for each byte sent; size * load.volume bytes are sent.
         messages_per_byte = load.cpu_messages / size / load.volume
-        # At most one pair: (CORES, CPU use for each bit of the flow); none without shared cores.
+        # At most 1 pair: (CORES, CPU use for each bit of the flow); none without shared cores.
         cores = self.network.links.on_cores(load.fabric, load.senders, messages_per_byte)
         # load.hops and load.nics: pairs of a WAN link or NIC, and its number of equal flows. This
         # number is the weight.
