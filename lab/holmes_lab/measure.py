@@ -1,10 +1,10 @@
 """Measurement of the lab's emulated links: achieved and configured rates of TCP between two nodes.
 
 network/stream.py runs on the nodes. Between clusters, it also measures the round trip and the rate
-of several pairs of nodes at once. The time of a message includes that of its acknowledgement, which
-is a large part of the time of a small message on a fast link. So only messages of COUNTS_FROM bytes
-or more must reach the configured rate within TOLERANCE. All processes run under SCHED_RR if the
-system permits it, so that a busy machine does not change the result.
+of several pairs of nodes at once. The time of a message includes that of its acknowledgement: a
+large part of the time of a small message on a fast link. So only messages of COUNTS_FROM bytes or
+more must reach the configured rate within TOLERANCE. All processes run under SCHED_RR if the system
+permits it, so that a busy machine does not change the result.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _run_stream_program(
     addresses: Sequence[str],
     sizes: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """Measure TCP between pairs of nodes with network/stream.py, which runs on all of these nodes.
+    """Measure TCP between pairs of nodes by running network/stream.py on all of these nodes.
 
     Args:
         lab: The running lab.
@@ -215,9 +215,9 @@ def _run_stream_program(
         sizes: Sizes of the messages in bytes.
 
     Returns:
-        The values of each sender. "flood": rate of what it sent without a pause, in bits/s.
+        The values of each sender. "flood": rate of the data sent without a pause, in bits/s.
         "round_trip": median in seconds; "seconds": [mean of a message with its acknowledgement, for
-        each size]. Keys of what was not measured are missing.
+        each size]. Keys of values that were not measured are missing.
 
     Raises:
         HolmesError: the program failed.
@@ -281,7 +281,7 @@ def _measure_link(lab: Lab, link: str, first: LabNode, second: LabNode) -> list[
 
 
 def _pairs_to_measure(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabNode]]:
-    """Choose the two nodes between which each network is measured.
+    """Choose the two nodes that measure each network.
 
     Returns:
         Name of the network -> (sender, receiver). A network without a suitable pair is missing.
@@ -303,7 +303,7 @@ def _pairs_to_measure(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabN
 
 
 def _ethernet_pair(nodes: Sequence[LabNode]) -> tuple[LabNode, LabNode] | None:
-    """Choose the two nodes between which Ethernet is measured; None if no pair is suitable.
+    """Choose the two nodes that measure Ethernet between them; None if no pair is suitable.
 
     If all clusters share one Ethernet, they are the first two nodes of different clusters, or the
     first two nodes if there is one cluster.
