@@ -5,9 +5,9 @@
 
 Real are the script (from a copy of the checkout that tests/checkouts.py finds), its data, DeepSpeed, gloo,
 and the sockets with their limited rates. GPUs are emulated: each transformer layer sleeps as long as a GPU of
-a given FLOP/s would compute. Step times and losses are read from the script's own log.
+a given FLOP/s would compute. Step times and losses are read from the script's log.
 
-A case is one emulated site with one model. It runs in several variants, which are compared:
+A case is an emulated site with a model. Several variants of it are compared:
 
     stock                  without holmes
     holmes                 the same with holmes
@@ -162,11 +162,11 @@ def run_in_turns(
 
     Args:
         variants: The job with and without holmes, or with different options, each on an emulated site.
-        command: The command line of the job, without the variant's own flags.
+        command: The command line of the job, without the variant's flags.
         flops: FLOP/s of an emulated GPU.
         slower: All networks have 1 / slower of their speed.
-        order_of: Returns the variants in the order in which a repetition (counted from 0) runs them. The
-            order changes, so that no variant is always the first.
+        order_of: Returns the variants in the order of a repetition (counted from 0). The order changes, so
+            that no variant is always the first.
 
     Returns:
         By the name of the variant, the step times, losses and sent bytes of its runs.
@@ -252,7 +252,7 @@ def case(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[Ro
 
     Args:
         name: A key of CASES, e.g. "4+4" for two clusters of 4 nodes.
-        checkout: The copy of Megatron-DeepSpeed that is trained with.
+        checkout: The copy of Megatron-DeepSpeed for the training.
         repetitions: Runs of each variant.
         steps: Training steps of a run.
     """
@@ -287,12 +287,12 @@ def case(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[Ro
 
 
 def rows_of(name: str, series: dict[str, Series], definition: Case) -> list[Row]:
-    """Return rows of the table of results, which compare the measured variants of one case.
+    """Return rows of the table of results that compare the measured variants of a case.
 
     Args:
         name: The case, e.g. "4+4".
         series: By the name of the variant, its step times and losses. "stock" ran without holmes, "all-RDMA"
-            ran without holmes on a single fast cluster, which bounds the speed of all others.
+            ran without holmes on a single fast cluster, and bounds the speed of all others.
         definition: The case, with its targets for the ratios of "holmes".
     """
     stock, bound = series["stock"], series["all-RDMA"]
@@ -390,7 +390,7 @@ def predicted_tied_step(spec: SiteSpec, definition: Case, hierarchical: bool) ->
 
     Args:
         spec: The emulated clusters.
-        definition: The case, which has the micro-batches of a step and the FLOP/s of a GPU.
+        definition: The case: the micro-batches of a step and the FLOP/s of a GPU.
         hierarchical: Whether the embedding's gradient is reduced by a hierarchical all-reduce, or else
             between pairs of ranks, as by DeepSpeed without holmes.
     """

@@ -15,11 +15,11 @@ engine (pipeline 2 x data 2) and an emulated accelerator. The cases:
 Each partition runs from a plan.json. Equal partitions are one run. Three predictions are compared with
 the measured step:
 
-    (no name)       simulated, with the CPU time of DeepSpeed's own code (Python, torch's operators,
+    (no name)       simulated, with the CPU time of DeepSpeed's code (Python, torch's operators,
                     gloo). It was fitted to other runs on the same kind of machine
                     (results/prediction_measured.json).
     numbers alone   the prediction of the plan, from the GPU's FLOP/s and the emulated rates alone.
-                    It does not contain the CPU time of DeepSpeed's own code.
+                    It does not contain the CPU time of DeepSpeed's code.
     by profile      from a profile of the uniform partition at the middle number of micro-batches, as
                     `holmes tune`
 
@@ -344,7 +344,7 @@ def rows_of(
 
     For each method of dividing the layers, there are the measured step and three predictions:
 
-        predicted METHOD                   a simulation with the CPU time of DeepSpeed's own code
+        predicted METHOD                   a simulation with the CPU time of DeepSpeed's code
         predicted METHOD, numbers alone    the plan's prediction, without this CPU time
         predicted METHOD by profile        from measured times of the layers
 
@@ -395,7 +395,7 @@ def rows_of(
 
 @cache
 def _overheads() -> prediction.Overheads:
-    """Return the CPU seconds of DeepSpeed's own code, beside the emulated GPU's time.
+    """Return the CPU seconds of DeepSpeed's code, beside the emulated GPU's time.
 
     They are fitted to measured steps of other DeepSpeed jobs, so that simulated steps equal them:
     seconds of each forward or backward pass of a block (the framework's Python code), for each
@@ -405,7 +405,7 @@ def _overheads() -> prediction.Overheads:
 
 
 def simulate_with_cpu_time(case: Case, model: Model, plan: Plan, split: tuple[int, ...]) -> float:
-    """Return the simulated seconds of a step, including the CPU time of DeepSpeed's own code.
+    """Return the simulated seconds of a step, including the CPU time of DeepSpeed's code.
 
     That CPU time was fitted to other runs of DeepSpeed on the same kind of machine.
 
@@ -468,7 +468,7 @@ def predicted_anew(file: Path) -> list[Row]:
     """Return the rows of a results file, with two new predictions after each measured step.
 
     A metric is named "predicted METHOD" + suffix. The new predictions are the simulation with the
-    CPU time of DeepSpeed's own code (suffix ""), and the plan's own prediction from FLOP/s and
+    CPU time of DeepSpeed's code (suffix ""), and the plan's prediction from FLOP/s and
     network rates alone (suffix ", numbers alone"). Predictions from measured times of the layers
     (suffix " by profile") stay as they are, because those times are not in the file.
     """
@@ -560,7 +560,7 @@ def error_rows(
 ) -> list[Row]:
     """Return rows with predicted steps and their errors.
 
-    Predictions without the CPU time of DeepSpeed's own code ("numbers alone") have no target: they
+    Predictions without the CPU time of DeepSpeed's code ("numbers alone") have no target: they
     are too short by that time.
 
     Args:
@@ -568,7 +568,7 @@ def error_rows(
         method: The method of partitioning.
         measured: The measured step, in seconds.
         predictions: Predicted seconds. The key is the end of the metric's name: "" with the CPU
-            time of DeepSpeed's own code, ", numbers alone" without it, " by profile" from measured
+            time of DeepSpeed's code, ", numbers alone" without it, " by profile" from measured
             times of the layers.
     """
     rows = []
