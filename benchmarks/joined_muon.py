@@ -287,9 +287,13 @@ class Experiment:
                 return
             losses[rate] = result.evaluation
             best = min(losses, key=losses.__getitem__)
-            if not rates and best == max(losses):
+            if rates:
+                continue
+            largest_rate, smallest_rate = max(losses), min(losses)  # the keys are rates
+            # A still better rate may lie outside of the range that was tried.
+            if best == largest_rate:
                 rates = [2 * best]
-            elif not rates and best == min(losses):
+            elif best == smallest_rate:
                 rates = [best / 2]
         self.rates[inner, way] = best
 

@@ -302,11 +302,11 @@ def _write_measured_model(job: Run, path: str) -> str:
     # The last stage has no link to a next stage. `stage_links` are the numbers of the stages whose
     # link was measured.
     stage_link_count = len(load_profile(path).stages) - 1
-    not_measured = sorted(set(range(stage_link_count)) - set(rank.stage_links))
+    links_not_measured = sorted(set(range(stage_link_count)) - set(rank.stage_links))
     line = f"{path}: stages and stage links as measured"
-    if not_measured:
+    if links_not_measured:
         line += (
-            f"; no rank waited for the stage links after stages {some_of(not_measured)}: those times "
+            f"; no rank waited for the stage links after stages {some_of(links_not_measured)}: those times "
             "are the plan's"
         )
     return f"{line}; `holmes plan --profile {path}` takes it"

@@ -143,11 +143,12 @@ def _fit_of_imported(patch: Patch, version: str | None) -> Fit:
     reason: str | None = None
     try:
         importlib.import_module(patch.module)
-        if feature.version_of:  # the imported framework knows its version better than the metadata
+        # The metadata may belong to another copy of the framework. The imported one knows its version.
+        if feature.version_of:
             version = feature.version_of()
             if not patch.is_for_version(version):
                 return _fit_of_other_version(patch, version)
-        reason = feature.version_misfit(version)
+        reason = feature.version_misfit(version)  # in words; None if the version is supported
         if not reason:
             # Location finds the function in the imported module. check() looks at its parameters.
             # Both raise Misfit if the patch does not fit. The function is not changed.

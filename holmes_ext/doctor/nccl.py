@@ -278,6 +278,7 @@ def _check_plugin_nics(
     nics_of_kind = grouped((nic.plugin_kind or nic.kind, nic) for nic in nics if nic.usable)
     has_verbs = any(KINDS[kind].verbs for kind in nics_of_kind)
     for kind, group in nics_of_kind.items():
+        # Only NICs that NCCL uses by a plugin alone are checked: `verbs` are NICs of its own network "IB".
         if KINDS[kind].verbs or not KINDS[kind].plugin:
             continue
         # Machines of Google Cloud with RoCE have gVNIC for all but training.

@@ -195,6 +195,7 @@ def pictured(run: Run, step: int) -> list[dict[str, Any]]:
             if kind in ("forward", "backward", "optimizer"):
                 events.append([kind, span_start + offset, span_end + offset, 0])
         for op in line["ops"]:
+            # All columns of an operation. The picture needs its name, its times and the sent bytes.
             _kind, _fabric, name, _group, _number, _peer, op_start, op_end, _waited, sent = op
             if op_end:  # 0: not over when the step ended
                 kind = _PICTURED.get(name, "collective")

@@ -399,6 +399,7 @@ def _lines_about_command(command: Command, command_line: CommandLine, model_file
         for name, value in command_line.training.items():
             line += f", {name.replace('_', ' ')} {value}"
         lines.append(line)
+        # hidden_model is "...; the way out". --model, which the user has given, is the way out.
         if command.hidden_model:
             lines.append(f"not counted: {command.hidden_model.partition(';')[0]}")
     else:
