@@ -193,6 +193,7 @@ def half_a_stage(
         engine: "deepspeed" or "megatron".
         case: The job. Over the slow link, an activation takes half of a stage's time.
         name: Name of the case in the results.
+        repetitions: Runs of each variant.
         over_nccl: Whether the job uses emulated GPUs and NCCL.
     """
     with tempfile.TemporaryDirectory() as directory:
@@ -266,6 +267,7 @@ def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> lis
     Args:
         engine: "deepspeed", "megatron", or "plain" for the data-parallel loop.
         name: Name of the case in the results.
+        repetitions: Number of triples of runs (off, on, off again).
         runs: Results of earlier runs.
     """
     case = Case(layers=6, hidden=32, micro_batches=6 if engine in ENGINES else 2, stage_s=0.1)
@@ -327,6 +329,11 @@ def trace(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
     The job runs on emulated clusters. Their Ethernet gets another rate at fixed times: the list of
     times and rates is the trace. The job runs once with a plan that adapts, and once with each
     fixed plan. `repetitions` is not used: a single run is long enough.
+
+    Args:
+        engine: "deepspeed" or "megatron".
+        name: Name of the case in the results.
+        runs: Results of earlier runs.
     """
     case = Case(layers=6, hidden=64, micro_batches=8, stage_s=0.05)
     return adapt_trace.rows(

@@ -5,8 +5,8 @@ simulated, as in adapt_simulated.py.
 
 The first PIPELINES jobs have two pipeline stages and adapt the number of micro-batches in flight.
 The next DATA_PARALLEL jobs are data-parallel over two clusters, where the ranks of a node share its
-NICs. They choose between a single ring (faster over a fast Ethernet) and a hierarchical all-reduce (faster
-over a slow Ethernet).
+NICs. They choose between a single ring, which is faster over a fast Ethernet, and a hierarchical all-reduce,
+which is faster over a slow one.
 
 Each hour begins at a random rate of Ethernet, and consists of parts that begin with a random event: the rate
 halves or doubles, a backup takes 7/8 of it, the link fails for 30 s, or a GPU becomes half as fast.
@@ -180,7 +180,7 @@ class DataParallelJob(SimulatedJob):
         self.part = part
 
         def stage_of(rank: int) -> Stage:
-            """Return the part of a rank: the whole model, as a pipeline of a single stage."""
+            """Return the stage that a rank holds: the whole model, as a pipeline of one stage."""
             return Stage(
                 framework="torch",
                 stage=0,

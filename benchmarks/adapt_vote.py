@@ -190,6 +190,7 @@ def main() -> None:
 
             Args:
                 vote_number: Number of the vote. This program holds a single one, number 0.
+                proposal: The proposal of rank 0, as propose() returns it.
             """
             return boundary.agree(vote_number, at=proposal["at"], change=change_of(proposal))
 

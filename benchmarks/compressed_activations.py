@@ -36,6 +36,7 @@ def train(lab: Lab, file: Path, kind: str, steps: int, seed: int) -> tuple[list[
     """Train once, and return the losses and the bytes that both Ethernet NICs sent for each step.
 
     Args:
+        lab: The emulated nodes.
         file: The cluster file of the emulated nodes.
         kind: A value of --holmes-compress-activations (KINDS). Or "nudged", the control:
             without compression, but with a learning rate that is 2^-9 (0.2 %) larger. This is the

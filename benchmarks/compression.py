@@ -40,6 +40,7 @@ def train(lab: Lab, kind: str, steps: int, seed: int) -> tuple[list[float], floa
     """Train once, and return the losses and the bytes that the Ethernet NICs of a cluster sent for each step.
 
     Args:
+        lab: The emulated nodes.
         kind: A name in KINDS. "flat" runs without holmes.
         steps: Number of training steps.
         seed: Seed of the weights and of the order of the text.
@@ -138,6 +139,7 @@ def rows(
     """Return the rows of results.
 
     Args:
+        case: Name of the case in the results.
         losses: Kind -> losses of each seed. "off" is the first kind, then the control if there is one.
         sent: Kind -> bytes of a step for each seed.
     """

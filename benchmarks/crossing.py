@@ -62,8 +62,8 @@ def measure_slices(repetitions: int, steps: int) -> list[Row]:
 
     In megatron-core, all tensor-parallel ranks hold the same activation, and each sends all of it
     to the next stage ("whole"). With holmes each of the two ranks sends half, and the receivers
-    gather the halves inside their fast cluster ("slices"). Both run with megatron-core's schedule (its sends
-    block), and with more micro-batches in flight (they hide the transfers).
+    gather the halves inside their fast cluster ("slices"). Both run with megatron-core's schedule, whose
+    sends block, and with more micro-batches in flight, which hide the transfers.
 
     Args:
         repetitions: Runs of each variant.

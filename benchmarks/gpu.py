@@ -219,6 +219,7 @@ def all_reduces(
     """Run all-reduces of MEGABYTES on emulated GPUs.
 
     Args:
+        lab: The emulated nodes.
         rounds: Number of all-reduces.
         network: Value of NCCL_NET: "Socket" or "IB".
         order: Nodes of the ranks; None: all nodes.

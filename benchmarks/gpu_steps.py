@@ -145,6 +145,7 @@ def example(
 
     Args:
         name: A key of SCRIPTS.
+        variants: The variants: stock, holmes and all-RDMA.
         repetitions: Runs of each variant.
         steps: Training steps of a run. The first SKIP are not measured.
     """
@@ -171,6 +172,7 @@ def command_of(name: str, folder: Path, source: Path, batch: int, steps: int) ->
         folder: For the files of the run.
         source: The checkout.
         batch: Global batch size.
+        steps: Training steps.
     """
     model = (
         f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE} "
@@ -208,6 +210,7 @@ def pretrain_gpt(
 
     Args:
         name: "Megatron-LM" or "Megatron-DeepSpeed".
+        variants: The variants: stock, holmes and all-RDMA.
         folder: For the files of the runs.
         source: The checkout with the script.
         repetitions: Runs of each variant.
@@ -255,6 +258,7 @@ def predict_step_s(name: str, spec: SiteSpec, variant: str, block_s: float) -> f
 
     Args:
         name: The case.
+        spec: Its clusters.
         variant: "stock", "holmes" or "all-RDMA".
         block_s: CPU seconds of the framework's code (Python, torch's operators) in one forward
             or backward pass of a transformer block, beside the emulated GPU's time.
@@ -334,6 +338,8 @@ def rows_of(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Ro
     """Return the rows of results of a case.
 
     Args:
+        name: Name of the case.
+        spec: Its clusters.
         by_variant: Measurements of "stock", "holmes" and "all-RDMA".
     """
     stock, ours, bound = by_variant["stock"], by_variant["holmes"], by_variant["all-RDMA"]

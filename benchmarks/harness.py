@@ -72,7 +72,12 @@ class Row:
         limit of the machine.
 
         Args:
+            case: Name of the case.
+            metric: Name of the metric.
+            value: The value.
+            unit: Unit of the value.
             spread: Smallest and largest value.
+            emulated: Whether the compute was emulated.
             target: A bound such as ">= 1.6" or "<= 0.01"; "" if there is none.
             busy: Share of this machine's cores in use meanwhile, from 0 to 1; None: not measured.
         """

@@ -170,7 +170,9 @@ def run(
     """Run jobs at the same time, and return the tokens per second of all jobs together.
 
     Args:
+        lab: The emulated nodes.
         jobs: Name of a job -> its nodes and flags.
+        case: The case: its batch sizes, and the speed of the emulated accelerators.
         directory: For the logs of the jobs.
         skip: First steps that are not measured.
         steps: Steps that are measured.
@@ -249,7 +251,7 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
                     """Run the jobs in one mode, and return the tokens per second of all together.
 
                     Args:
-                        mode: "apart" (jobs that do not communicate), "joined" (the same jobs exchange
+                        mode: "apart" (jobs that do not communicate), "joined" (the same jobs, which exchange
                             weights), or "synchronous" (a single job on all nodes).
                     """
                     # The joined jobs exchange weights as often and in the way that case.outer says.

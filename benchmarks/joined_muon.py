@@ -378,7 +378,14 @@ class Experiment:
 
 
 def _row(case: str, metric: str, values: list[float], unit: str = "nats") -> Row:
-    """Return a row with the mean of the values of several seeds, and with their range."""
+    """Return a row with the mean of the values of several seeds, and with their range.
+
+    Args:
+        case: Name of the case.
+        metric: Name of the metric.
+        values: Value of each seed.
+        unit: Unit of the values.
+    """
     spread = min(values), max(values)
     return Row.of(case, metric, statistics.fmean(values), unit=unit, spread=spread, emulated=False)
 

@@ -72,7 +72,9 @@ def _reduction(case: str, file: str, repetitions: int, target: str) -> list[Row]
     clusters.
 
     Args:
+        case: Name of the case in the results.
         file: Cluster file, without .toml.
+        repetitions: Runs of each way.
         target: Bound such as ">= 1.3" for the time of the direct hierarchical all-reduce, divided
             by that of the planned all-reduce.
     """
@@ -129,6 +131,7 @@ def _time_all_reduces(
         spec: The clusters of these nodes.
         ways: Name of a method -> {} for a flat ring, or else the settings of a hierarchical
             all-reduce (see _planned_reduction()).
+        repetitions: Runs of each method.
 
     Returns:
         Name of a method -> seconds of an all-reduce, one number for each repetition.

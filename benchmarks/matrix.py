@@ -447,7 +447,15 @@ def lab(row: Row, python: Path, repetitions: int, cases: str) -> list[Figure]:
 
 
 def figure(row: Row, metric: str, value: float, unit: str, target: str = "") -> Figure:
-    """Return one result of a combination of versions, for the results file."""
+    """Return one result of a combination of versions, for the results file.
+
+    Args:
+        row: The combination of versions.
+        metric: Name of the result, such as "tests passed".
+        value: The value.
+        unit: Unit of the value.
+        target: A bound such as ">= 1"; "" if there is none.
+    """
     return Figure.of(
         row.name, metric, value, unit=unit, spread=(value, value), emulated=False, target=target
     )

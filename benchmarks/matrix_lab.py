@@ -71,6 +71,7 @@ def run(
         classes: Name of the class of transformer layers. Its instances sleep as long as a GPU would
             compute.
         flops: FLOP/s of an emulated GPU.
+        repetitions: Runs of each variant.
         preload: Modules that are imported once for all ranks.
         accelerator: Further settings of the emulated GPU.
 

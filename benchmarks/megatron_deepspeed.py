@@ -123,6 +123,8 @@ def command_of(
     Args:
         checkout: The copy of Megatron-DeepSpeed that contains pretrain_gpt.py.
         micro_batches: Micro-batches of one sample that each data-parallel replica trains in a step.
+        ranks: Number of ranks.
+        steps: Training steps.
         model: The flags for the sizes of the model.
     """
     data_parallel_replicas = ranks // 2  # each has one rank per pipeline stage
@@ -161,10 +163,14 @@ def run_in_turns(
     """Run each variant of the training job once in every repetition, and return its measurements.
 
     Args:
+        case_name: Name of the case, for lines about the progress.
         variants: The job with and without holmes, or with different options, each on an emulated site.
+        checkout: The copy of Megatron-DeepSpeed that contains pretrain_gpt.py.
         command: The command line of the job, without the variant's flags.
         flops: FLOP/s of an emulated GPU.
         slower: All networks have 1 / slower of their speed.
+        steps: Training steps of a run.
+        repetitions: Runs of each variant.
         order_of: Returns the variants in the order of a repetition (counted from 0). The order changes, so
             that no variant is always the first.
 
@@ -218,8 +224,11 @@ def measure(
     Args:
         lab: The emulated nodes and networks.
         variant: The job with or without holmes: its flags, its environment and the order of its nodes.
+        checkout: The copy of Megatron-DeepSpeed that contains pretrain_gpt.py.
         command: pretrain_gpt.py and its arguments, without the variant's flags.
         flops: FLOP/s of an emulated GPU.
+        steps: Training steps.
+        series: Gets the measurements of the run.
     """
     bytes_before = lab.counters()  # of each NIC
     result = lab.run(
@@ -337,6 +346,12 @@ def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
     The first and the last pipeline stage share GPT-2's embedding (tied weights). Two ways to reduce its
     gradient are compared: "hierarchical" is holmes's hierarchical all-reduce, and "pairs" is DeepSpeed's
     reduction between pairs of ranks.
+
+    Args:
+        source: The checkout of Megatron-DeepSpeed.
+        folder: Folder for a copy of it.
+        repetitions: Runs of each variant.
+        steps: Training steps of a run.
     """
     definition = CASES["4+4"]
     cluster_file = examples() / "clusters" / definition.cluster_file
@@ -420,6 +435,11 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
     Two pipeline stages exchange activations over a slow or a fast Ethernet (the "slow" and the "free" link).
     Two schedules run over each link: "holmes" keeps enough micro-batches in flight to hide the link's time,
     and "engine" is DeepSpeed's own schedule.
+
+    Args:
+        checkout: The copy of Megatron-DeepSpeed for the training.
+        repetitions: Runs of each schedule and link.
+        steps: Training steps of a run.
     """
     forward_seconds = forward_s(
         stage_links.HIDDEN, stage_links.SEQUENCE, stage_links.FLOPS

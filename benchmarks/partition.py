@@ -157,8 +157,10 @@ def plan_of(case: Case, model: Model, method: str, spec: SiteSpec) -> PartitionP
 
     Args:
         case: `overlap`: whether gradient reductions overlap with the backward pass.
+        model: The model, with the costs of its layers.
         method: "uniform": equally many layers. "speed": layers in proportion to the speed of each
             stage. "balanced": the division with the shortest predicted step.
+        spec: The clusters of the case.
     """
     plan = build_plan(
         site_from_spec(spec),
@@ -351,6 +353,8 @@ def rows_of(
     Further rows have errors, ratios of the methods, and the noise.
 
     Args:
+        case: The clusters.
+        configuration: The model and the number of micro-batches, with the plans and runs.
         series: Measurements by the name of the variant.
         profile: Measured times of the layers, for the configuration's number of micro-batches.
     """
@@ -411,6 +415,7 @@ def simulate_with_cpu_time(case: Case, model: Model, plan: Plan, split: tuple[in
 
     Args:
         case: The networks, and the speed of the GPUs of cluster b relative to those of cluster a.
+        model: The model, with the costs of its layers.
         plan: The order of the nodes, and the micro-batches in flight.
         split: Transformer blocks of each stage.
     """
@@ -513,7 +518,10 @@ def predict_from_profile(case: Case, plan: Plan, split: tuple[int, ...], profile
     """Return the seconds of a step, predicted from the profile of the uniform partition.
 
     Args:
+        case: The clusters.
+        plan: The plan, with the order of the nodes.
         split: Layers of each stage.
+        profile: Measured times of the layers.
     """
     network = Network(Site.from_dict(profile.site))
     placement = network.placement(plan.nodes, profile.sizes)

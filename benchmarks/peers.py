@@ -96,6 +96,7 @@ def server_of(lab: Lab, way: Way, python: str) -> Iterator[Meeting]:
     """Start the server where the jobs of a library find each other.
 
     Args:
+        lab: The emulated nodes.
         way: The library and its settings.
         python: Interpreter that has the library.
     """
@@ -289,8 +290,10 @@ def run_once(case: str, lab: Lab, python: str, way: Way, seed: int, args: Any) -
 
     Args:
         case: "train": both jobs train to the end. "killed": a job is killed and started again.
+        lab: The emulated nodes.
         python: Interpreter that has the library.
         way: The library and its settings.
+        seed: Seed of the weights, and of the order of the text.
         args: Options of this program.
     """
     with (

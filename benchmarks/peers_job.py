@@ -74,6 +74,7 @@ def fragments_of(gpt: nn.Module, count: int) -> list[nn.Module]:
     """Return modules that together hold all parameters of a model once (torchft's "fragments").
 
     Args:
+        gpt: The model.
         count: Number of modules.
     """
     if count == 1:
@@ -207,6 +208,7 @@ def settings_of(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
 
     Args:
         defaults: Name of a setting -> default. The default's type converts the text.
+        args: Options of this program.
     """
     for part in filter(None, args.settings.split(",")):
         key, _, value = part.partition("=")

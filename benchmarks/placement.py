@@ -356,6 +356,10 @@ def plan_with_holmes(site: Site, links: Links) -> tuple[SearchResult, float]:
     The sizes are fixed. The search decides which GPUs each stage has. First it looks for a good
     plan without a proof, then with_spread() adds placements that spread a stage over clusters, and
     proven() examines the rest for 30 s, to prove how far the best plan is from the optimum.
+
+    Args:
+        site: The clusters with 64 GPUs.
+        links: Links between the clusters.
     """
     begin = sum(os.times()[:4])  # CPU seconds, including those of processes that the search starts
     limits = Limits(
@@ -374,7 +378,12 @@ def plan_with_holmes(site: Site, links: Links) -> tuple[SearchResult, float]:
 
 
 def gpus_of_stages(result: SearchResult, candidate: Candidate) -> list[list[int]]:
-    """Return the numbers of the GPUs of each stage, in the order of cluster.toml."""
+    """Return the numbers of the GPUs of each stage, in the order of cluster.toml.
+
+    Args:
+        result: The planning problem, with its clusters.
+        candidate: The plan.
+    """
     site, sizes = result.network.site, candidate.placement.sizes
     index_of = {node.name: index for index, node in enumerate(site.nodes)}  # in cluster.toml
     nodes, stages = result.network.nodes(candidate.placement), [[] for _ in range(STAGES)]
@@ -416,6 +425,8 @@ def search_with_dtfm(folder: Path, case: int, seed: int, trials: int) -> dict:
     Args:
         folder: DT-FM's code, and the results of earlier runs.
         case: Number of the case in DT-FM's config.py.
+        seed: Seed of the search.
+        trials: Trials of the search.
 
     Returns:
         The keys are "groups" (GPUs of each stage), "cost", "seconds", "cpu_seconds" and "trials".

@@ -124,6 +124,7 @@ def _fitting(
 
     Args:
         grids: The plans.
+        case: The planning problem.
         skip_misfits: Whether plans that do not fit are left out. Otherwise, the first of them is an
             error.
 

@@ -194,6 +194,14 @@ def _step_of(
     """Return the seconds of a step from published TFLOP/s, by equation 3 of arXiv 2104.04473.
 
     The equation counts every block's forward pass twice, because it is recomputed.
+
+    Args:
+        layers: Number of transformer blocks.
+        hidden: Hidden size.
+        global_batch: Sequences of a step, of 2048 tokens each.
+        gpus: Number of GPUs.
+        teraflops: TFLOP/s of each GPU, end to end.
+        vocabulary: Vocabulary size.
     """
     tokens_of_sequence = 2048
     blocks_flops = 96 * global_batch * tokens_of_sequence * layers * hidden**2

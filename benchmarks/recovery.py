@@ -179,6 +179,10 @@ def kill_and_measure(run: Run, kills: int) -> list[dict[str, list[float]]]:
 
     A recovery is the time from a kill to the end of the first step after it.
 
+    Args:
+        run: The run. Its jobs are started here, and killed at the end.
+        kills: Number of kills.
+
     Returns:
         For each kill: name of a phase -> [seconds, CPU seconds].
     """
@@ -284,7 +288,13 @@ def run_once(case: Case, code: str, args: Any) -> list[dict[str, list[float]]]:
 
 
 def measure(name: str, args: Any, runs: Runs) -> list[Row]:
-    """Measure a case with each version of holmes_ext in turn, and return the rows of results."""
+    """Measure a case with each version of holmes_ext in turn, and return the rows of results.
+
+    Args:
+        name: A key of CASES.
+        args: Options of this program.
+        runs: Results of earlier runs.
+    """
     versions = {"": str(HERE.parent)}  # prefix of the rows -> folder; "": the current code
     if args.before:
         versions = {"before: ": str(args.before.resolve()), **versions}

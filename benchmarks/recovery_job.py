@@ -143,7 +143,12 @@ def mark_phases_of_join(marks: Marks) -> None:
 
 
 def train(args: argparse.Namespace, marks: Marks) -> None:
-    """Train without end, and log each step."""
+    """Train without end, and log each step.
+
+    Args:
+        args: Options of this program.
+        marks: Log that gets a line for each step.
+    """
     import torch
     import torch.distributed as dist
     from torch import nn

@@ -182,6 +182,7 @@ def run_plain_torch(lab: Lab, nodes: Any, flags: list[str], flops: float) -> lis
     """Run examples/plain_torch, and return the lines of its log without the first steps.
 
     Args:
+        lab: The emulated nodes.
         nodes: Nodes in the order of their ranks.
         flags: Flags of the script. Without --holmes, gloo uses Ethernet.
         flops: FLOP/s of an emulated GPU.
@@ -227,6 +228,7 @@ def _pipeline(case: str, file: Path, spec: SiteSpec, repetitions: int) -> list[R
         case: "pipeline" (6 micro-batches) or "pipeline 8".
         file: Cluster file of `spec`.
         spec: Two clusters of 4 nodes.
+        repetitions: Runs of each variant.
     """
     order = interleave(spec)
     one_fast_cluster = all_rdma(spec)
@@ -272,7 +274,14 @@ def _pipeline(case: str, file: Path, spec: SiteSpec, repetitions: int) -> list[R
 
 
 def _ratio(case: str, series: dict[str, Series], over: str, under: str, target: str) -> Row:
-    """Return a row with the step time of the variant `over`, divided by that of `under`."""
+    """Return a row with the step time of the variant `over`, divided by that of `under`.
+
+    Args:
+        case: Name of the case in the results.
+        series: Variant -> its measurements.
+        over, under: Names of two variants.
+        target: A bound on the ratio, such as "<= 0.5"; "" if there is none.
+    """
     ratios = [a / b for a, b in zip(series[over].medians, series[under].medians)]
     busy = max(series[over].busy, series[under].busy)
     return Row.median(

@@ -98,7 +98,13 @@ def run(
 
 
 def loss_row(case: str, series: dict[str, Series], name: str, stock: str = "stock") -> Row:
-    """Return a row with the largest difference between the losses of two variants."""
+    """Return a row with the largest difference between the losses of two variants.
+
+    Args:
+        case: Name of the case in the results.
+        series: Variant -> its measurements.
+        name, stock: Names of the two variants.
+    """
     return Row.median(
         case,
         f"{name}: largest loss difference",

@@ -418,7 +418,13 @@ def predicted_anew(name: str, file: Path) -> list[Row]:
 
 
 def predict(case: Case, run: Run, model_file: Path) -> float:
-    """Return the predicted seconds of a step."""
+    """Return the predicted seconds of a step.
+
+    Args:
+        case: The pipeline job.
+        run: Its schedule, and the cluster file with the stage link.
+        model_file: File of the model, for the planner.
+    """
     options, model = Options(inflight=INFLIGHT[run.schedule]), load_model(str(model_file))
     return predicted_step(
         case.engine,
@@ -448,6 +454,8 @@ def predicted_step(
     Args:
         engine: "deepspeed" or "megatron".
         spec: The clusters.
+        model: The model, with the costs of its layers.
+        sizes: Parallel sizes.
         block_forward_s: Seconds of the forward pass of a block.
         options: Options of holmes, such as the micro-batches in flight.
         cut: Whether each tensor-parallel rank sends only a slice of an activation between clusters.
@@ -491,6 +499,7 @@ def prediction_rows(
     """Return rows with predicted steps, and their errors.
 
     Args:
+        name: Name of the case in the results.
         measured, predicted: Variant -> seconds of a step.
     """
     rows, errors = [], []

@@ -68,7 +68,12 @@ def two_and_two() -> tuple[Case, SiteSpec, tuple[str, ...]]:
 
 
 def steps(repetitions: int, count: int) -> list[Row]:
-    """Compare steps with neither telemetry nor watchdog, with both, and with neither again (the noise)."""
+    """Compare steps with neither telemetry nor watchdog, with both, and with neither again (the noise).
+
+    Args:
+        repetitions: Runs of each variant.
+        count: Training steps of a run.
+    """
     case, spec, flags = two_and_two()
     with tempfile.TemporaryDirectory() as directory:
         variants = [

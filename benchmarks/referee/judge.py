@@ -142,6 +142,10 @@ def simulate_candidate(case: Case, grid: Grid) -> SimulatedCandidate:
 def simulate_plan(case: Case, grid: Grid) -> SimulatedPlan:
     """Return the simulated step time of a plan, and whether it fits the memory of its GPUs.
 
+    Args:
+        case: Clusters, model and batch size.
+        grid: The plan.
+
     Raises:
         HolmesError: The engine cannot start the plan.
     """

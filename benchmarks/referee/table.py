@@ -134,6 +134,10 @@ def regrets(table: Table, cases: list[str]) -> None:
 
     The best plan is that of the planner with the shortest step on the case. There are regrets of
     simulated steps, and of measured steps if there are any.
+
+    Args:
+        table: The results of all planners. It gets the regrets.
+        cases: Names of the cases.
     """
     for case in cases:
         for metric, regret in ((STEP, REGRET), (MEASURED, f"{REGRET}, measured")):
@@ -153,6 +157,7 @@ def over_cases(table: Table, cases: list[str]) -> list[Row]:
     simulation against runs on emulated clusters. Rows with the targets of `holmes plan` follow.
 
     Args:
+        table: The results of all planners.
         cases: Names of the cases that have been planned.
     """
     rows = []
@@ -201,6 +206,7 @@ def targets(table: Table, cases: list[str]) -> list[Row]:
     run on every case.
 
     Args:
+        table: The results of all planners.
         cases: Names of the cases that have been planned.
     """
     field, rows = {*sailor.PLANNERS, dtfm.NAME}, []  # the published planners

@@ -62,6 +62,10 @@ class SlowNode(NamedTuple):
 def part_of(spec: SiteSpec, reports: Iterable[NodeReport]) -> SiteSpec:
     """Return the part of a cluster.toml that describes the nodes that reported.
 
+    Args:
+        spec: Content of the cluster.toml.
+        reports: Reports of the nodes.
+
     Raises:
         HolmesError: a node is in no cluster.
     """

@@ -107,7 +107,14 @@ def parse_names(value: str) -> NameList:
 def missing_interfaces(
     variable: str, value: str, missing: Sequence[str], existing: Collection[str]
 ) -> Finding:
-    """Return the problem that a variable names interfaces that the node does not have."""
+    """Return the problem that a variable names interfaces that the node does not have.
+
+    Args:
+        variable: Name of the variable.
+        value: Its value.
+        missing: Interfaces in the value that the node does not have.
+        existing: Interfaces that the node has.
+    """
     return problem(
         variable,
         what=f"{value!r} names {', '.join(missing)}, which this node does not have "

@@ -118,7 +118,13 @@ def coordinator(lab: Lab, outer: str) -> Iterator[LabCoordinator]:
 
 @contextmanager
 def _serve(lab: Lab, running: LabCoordinator, outer: str) -> Iterator[None]:
-    """Run `holmes join serve` until the end of the `with` block."""
+    """Run `holmes join serve` until the end of the `with` block.
+
+    Args:
+        lab: The emulated clusters.
+        running: The coordinator: its environment. Its list of printed lines grows.
+        outer: Value of --outer, the settings of the rounds.
+    """
     lines = running.lines
     serve = lab.start(
         [*_COMMAND, "serve", "--port", str(_PORT), "--outer", outer],

@@ -158,7 +158,14 @@ def measure_between(lab: Lab, first: int, second: int) -> list[BetweenClustersRo
 def _rate_row(
     clusters: tuple[str, str], what: str, configured_bps: float, achieved_bps: float
 ) -> BetweenClustersRow:
-    """Return the row of a rate in bits/s that was measured between two clusters."""
+    """Return the row of a rate in bits/s that was measured between two clusters.
+
+    Args:
+        clusters: Names of the sending and the receiving cluster.
+        what: Name of the measurement, such as "512 KiB" or "4 pairs at once".
+        configured_bps: Rate that cluster.toml leads to, in bits/s.
+        achieved_bps: Measured rate, in bits/s.
+    """
     is_within = abs(achieved_bps / configured_bps - 1) <= TOLERANCE
     return BetweenClustersRow(clusters, what, configured_bps, achieved_bps, is_within)
 
@@ -281,7 +288,7 @@ def _measure_link(lab: Lab, link: str, first: LabNode, second: LabNode) -> list[
 
 
 def _pairs_to_measure(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabNode]]:
-    """Choose the two nodes that measure each network.
+    """Choose two nodes for each network, to measure the network between them.
 
     Returns:
         Name of the network -> (sender, receiver). A network without a suitable pair is missing.
@@ -303,7 +310,7 @@ def _pairs_to_measure(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabN
 
 
 def _ethernet_pair(nodes: Sequence[LabNode]) -> tuple[LabNode, LabNode] | None:
-    """Choose the two nodes that measure Ethernet between them; None if no pair is suitable.
+    """Choose two nodes, to measure Ethernet between them; None if no pair is suitable.
 
     If all clusters share one Ethernet, they are the first two nodes of different clusters, or the
     first two nodes if there is one cluster.

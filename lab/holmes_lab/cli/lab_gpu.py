@@ -383,6 +383,11 @@ def write_report(file: str, runs: Sequence[GpuRun], libs: Libraries) -> None:
     busy: "cores_busy" is their load from 0 to 1, and "bound_by_cores" says whether it was above
     BOUND. "hang" has lines that explain why a job hung. "missing_waits" has lines about streams
     that use the same memory without waiting for each other (races).
+
+    Args:
+        file: Path of the report.
+        runs: The runs.
+        libs: Libraries of the emulated GPU, for the versions of torch and NCCL.
     """
     document = {
         "version": 1,

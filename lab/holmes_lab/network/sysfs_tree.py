@@ -222,6 +222,7 @@ def _write(directory: Path, files: dict[str, str]) -> None:
     """Write files into a folder, and create the folder if it does not exist.
 
     Args:
+        directory: The folder.
         files: Name -> content. A newline is added to it.
     """
     directory.mkdir(parents=True, exist_ok=True)
