@@ -186,7 +186,7 @@ def parameter_count(size: str) -> int:
 
 
 def outer_loop(way: str, trainers: list[Trainer]) -> OuterLoop:
-    """Return the OuterLoop that takes the outer steps of joined jobs.
+    """Return the OuterLoop (joined_losses.py) that combines the weights of joined jobs now and then.
 
     Args:
         way: How the jobs exchange weights: a key of OUTER.

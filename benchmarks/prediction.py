@@ -431,7 +431,12 @@ def predict(case: Case, links: Links, overhead: Overheads) -> float:
 
 
 def calibrate(engine: str, measured: Measured) -> Overheads:
-    """Return the CPU seconds of an engine's code, fitted to its calibration runs."""
+    """Return the CPU seconds of an engine's code, fitted to its calibration runs.
+
+    Args:
+        engine: "deepspeed", "megatron" or "plain".
+        measured: The measurements, with the steps of these runs (CALIBRATION).
+    """
     cases = [case for case in CALIBRATION if case.engine == engine]
     return overheads(
         cases,

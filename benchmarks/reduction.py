@@ -213,7 +213,12 @@ def run_plain_torch(lab: Lab, nodes: Any, flags: list[str], flops: float) -> lis
 
 
 def pipeline(repetitions: int, case: str = "pipeline") -> list[Row]:
-    """Measure DeepSpeed's pipeline engine on both clusters, without and with holmes."""
+    """Compare the step times of DeepSpeed's pipeline engine without and with holmes, on both clusters.
+
+    Args:
+        repetitions: Runs of each variant.
+        case: "pipeline" (6 micro-batches) or "pipeline 8".
+    """
     with slower_clusters("pipeline") as (file, spec):
         return _pipeline(case, file, spec, repetitions)
 

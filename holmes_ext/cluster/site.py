@@ -214,7 +214,7 @@ class Site:
 
     @cached_property
     def aligned_ranks(self) -> int:
-        """Least number of ranks that fills whole nodes, of whatever cluster: 8 for 4 and 8."""
+        """Least number of ranks that fills whole nodes in every cluster: 8 if nodes have 4 or 8."""
         return lcm(*(node.processes for node in self.nodes))
 
     def processes_in(self, cluster: str) -> int:

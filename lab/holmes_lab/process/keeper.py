@@ -223,7 +223,7 @@ class Keeper:
             wire.send(self.control, answer)
 
     def has_ended(self, name: str) -> bool:
-        """Return whether a forked holder of namespaces has ended; False if there is none of this name."""
+        """Return whether the process under a key of `holders` has ended; False if there is no such key."""
         if name not in self.holders:
             return False
         ended_pid, _ = os.waitpid(self.holders[name].pid, os.WNOHANG)
