@@ -123,7 +123,7 @@ def torchft_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Opti
         }
 
     def load(saved: dict) -> None:
-        """Load the state of another job: torchft has received a copy of the result of its state()."""
+        """Load the state that state() has returned in another job. torchft has transferred it."""
         gpt.load_state_dict(saved["model"])
         inner.load_state_dict(saved["inner"])
         for optimizer, values in zip(outer, saved["outer"]):
