@@ -8,8 +8,8 @@ harness.Runs. The cases, where ENGINE is "deepspeed" or "megatron":
     "ENGINE n"              Twelve random jobs (layers, widths, micro-batches, seconds of a stage) on 2 + 2
                             emulated nodes, with DeepSpeed's pipeline engine or megatron-core's 1F1B schedule.
                             An activation takes half of a stage's time over the slow Ethernet, and next to
-                            nothing over the fast one (1 Gb/s). Layers sleep as long as an accelerator would
-                            compute. The first WARM_UP_STEPS steps are not timed.
+                            nothing over the fast Ethernet (1 Gb/s). Layers sleep as long as an accelerator
+                            would compute. The first WARM_UP_STEPS steps are not timed.
     "ENGINE issue"          The same with 6 layers of width 192, 8 micro-batches and 6 Mb/s. "stays" is a job
                             with --holmes-adapt off.
     "ENGINE n over NCCL"    The same on emulated GPUs, on whose clock matrix products and attention take as
@@ -58,7 +58,7 @@ from carriers import LESS_MEMORY  # noqa: E402
 
 #: Function that measures a case. It takes the name of the case, the repetitions and the runs of a file.
 Rows = Callable[[str, int, Runs], list[Row]]
-WARM_UP_STEPS = 8  # first steps, which are not timed: the plan must have adapted before
+WARM_UP_STEPS = 8  # first steps, not timed: the plan must have adapted before
 STEPS = 14
 SEQUENCE = 128  # tokens
 DRAWN = 12  # random jobs
@@ -82,7 +82,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Return the FLOP/s of an emulated accelerator on which a stage takes `stage_s`.
+        """Return the FLOP/s with which a stage takes `stage_s` on an emulated accelerator.
 
         An emulated accelerator (on the CPU) charges time for the transformer layers only.
         """
@@ -92,7 +92,7 @@ class Case:
         return layers_of_stage * 3 * layer_forward_s * GIGAFLOPS / self.stage_s
 
     def gpu_flops(self, engine: str) -> float:
-        """Return the FLOP/s of an emulated GPU on which the two stages take `stage_s` on average.
+        """Return the FLOP/s with which the two stages take `stage_s` on average on an emulated GPU.
 
         `stage_s` is the compute time of a stage for a micro-batch. An emulated GPU charges time for
         three things: the transformer layers, the output layer, and attention that the backward pass
@@ -112,7 +112,7 @@ class Case:
 
     @property
     def half_bps(self) -> float:
-        """Return the network rate in bits/s at which an activation takes half of `stage_s`."""
+        """Return the network rate (bits/s) that makes an activation take half of `stage_s`."""
         activation_bits = 8 * SEQUENCE * self.hidden * FLOAT32_BYTES
         return activation_bits / (self.stage_s / 2)
 
@@ -122,7 +122,7 @@ class Case:
 
 
 def random_jobs() -> list[Case]:
-    """Return the twelve random jobs, which are the same in every run."""
+    """Return the twelve random jobs. They are the same in every run."""
     draw = random.Random(32)
     return [
         Case(
@@ -193,6 +193,7 @@ def half_a_stage(
         engine: "deepspeed" or "megatron".
         case: The job. Over the slow link, an activation takes half of a stage's time.
         name: Name of the case in the results.
+        repetitions: Runs of each variant.
         over_nccl: Whether the job uses emulated GPUs and NCCL.
     """
     with tempfile.TemporaryDirectory() as directory:
@@ -266,6 +267,7 @@ def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> lis
     Args:
         engine: "deepspeed", "megatron", or "plain" for the data-parallel loop.
         name: Name of the case in the results.
+        repetitions: Number of triples of runs (off, on, off again).
         runs: Results of earlier runs.
     """
     case = Case(layers=6, hidden=32, micro_batches=6 if engine in ENGINES else 2, stage_s=0.1)
@@ -326,7 +328,12 @@ def trace(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
 
     The job runs on emulated clusters. Their Ethernet gets another rate at fixed times: the list of
     times and rates is the trace. The job runs once with a plan that adapts, and once with each
-    fixed plan. `repetitions` is not used: one run is long enough.
+    fixed plan. `repetitions` is not used: a single run is long enough.
+
+    Args:
+        engine: "deepspeed" or "megatron".
+        name: Name of the case in the results.
+        runs: Results of earlier runs.
     """
     case = Case(layers=6, hidden=64, micro_batches=8, stage_s=0.05)
     return adapt_trace.rows(
@@ -383,7 +390,7 @@ def measure_predictions(engine: str, name: str, repetitions: int, runs: Runs) ->
 def kept_as_one_run(measure: Callable[[str, int], list[Row]]) -> Rows:
     """Return a function that measures a case, unless the results file of earlier runs has its rows.
 
-    That file is the one of the option --runs. It stores all rows of a case as a single entry:
+    That file is the file of the option --runs. It stores all rows of a case as a single entry:
     either all of them are measured now, or all come from the file. There are no rows if the time
     limit of the program is over.
 
@@ -399,16 +406,17 @@ def kept_as_one_run(measure: Callable[[str, int], list[Row]]) -> Rows:
 
 
 def without_repetition(measure: Callable[[str, int], list[Row]], number: int) -> Rows:
-    """Return a function that measures a simulated case, and ignores the number of repetitions.
+    """Return `measure` in the form of the functions of CASES_BY_NAME, for a case that is simulated.
 
-    A simulation gives the same result each time, so that it runs once.
+    A simulation gives the same result each time. So the returned function ignores the number of
+    repetitions and the results of earlier runs, and calls `measure` once.
 
     Args:
         measure: Called with the name of the case and `number`.
-        number: Number of the random job, which is also the seed of its random numbers.
+        number: Number of the random job, and the seed of its random numbers.
 
     Returns:
-        A function of the name of the case, the repetitions and the results of earlier runs.
+        A function with the arguments (name of the case, repetitions, results of earlier runs).
     """
     return kept_as_one_run(lambda name, _repetitions: measure(name, number))
 

@@ -5,8 +5,8 @@ simulated, as in adapt_simulated.py.
 
 The first PIPELINES jobs have two pipeline stages and adapt the number of micro-batches in flight.
 The next DATA_PARALLEL jobs are data-parallel over two clusters, where the ranks of a node share its
-NICs. They choose between a single ring, which is faster over a fast Ethernet, and a hierarchical
-all-reduce, which is faster over a slow one.
+NICs. They choose between a single ring, which is faster over a fast Ethernet, and a hierarchical all-reduce,
+which is faster over a slow one.
 
 Each hour begins at a random rate of Ethernet, and consists of parts that begin with a random event: the rate
 halves or doubles, a backup takes 7/8 of it, the link fails for 30 s, or a GPU becomes half as fast.
@@ -53,9 +53,8 @@ HOUR_S = 3600.0
 GONE_S = 30.0  # seconds for which a failed link is away
 #: Events that begin a part of an hour. Those that are named twice are twice as likely.
 EVENTS = ("halves", "halves", "doubles", "doubles", "backup", "gone", "slow")
-#: Limits of Ethernet's rate, by whether the job is a pipeline. The unit is the rate at which an
-#: activation takes half of a stage's time (pipeline), or the rate of the fast networks (data-parallel
-#: job).
+#: Limits of Ethernet's rate, by whether the job is a pipeline. The unit is the rate that makes an activation
+#: take half of a stage's time (pipeline), or the rate of the fast networks (data-parallel job).
 MIN_RATE = {True: 0.25, False: 0.0625}
 MAX_RATE = {True: 4.0, False: 0.75}
 #: The simulated ranks are faster than the durations say by this factor.
@@ -72,7 +71,7 @@ class Part:
 
     seconds: float
     rate: float  # of Ethernet between the clusters; MIN_RATE has the unit
-    #: Seconds for which the Ethernet link is down, in the first step of the period.
+    #: Seconds without the Ethernet link, in the first step of the period.
     gone: float = 0.0
     slower: float = 1.0  # factor of the durations of the forward and backward passes
 
@@ -118,7 +117,7 @@ class PipelineHour:
     """Pipeline of two stages that trains for one simulated hour, while the network's rate changes.
 
     A plan is a number of micro-batches in flight on the first stage. The adaptive job changes it.
-    Its baselines each keep one number for the hour.
+    Each of its baselines keeps a number for the whole hour.
     """
 
     def __init__(self, draw: random.Random):
@@ -141,7 +140,7 @@ class PipelineHour:
         Its steps are simulated. The threads of its ranks, which measure and vote, are real.
 
         Args:
-            part: First period of the hour, whose network rate the job starts with.
+            part: First period of the hour. The job starts with its network rate.
         """
         # patient: after each step, wait until the ranks' threads are idle.
         return LearningJob(self.pipeline_case(part), self.micro_batches, patient=True)
@@ -154,27 +153,26 @@ class PipelineHour:
     def step_s(self, part: Part, in_flight: int) -> float:
         """Return the step time with a fixed number of micro-batches in flight, in seconds."""
         slower = part.slower / RANK_SPEED
-        # The last stage has one micro-batch in flight.
+        # The last stage has a single micro-batch in flight.
         return step_s(step_of(self.pipeline_case(part), (in_flight, 1), self.micro_batches, slower))
 
 
 class DataParallelJob(SimulatedJob):
     """Data-parallel job that adapts how it reduces gradients. Its steps are simulated.
 
-    The base class has a thread for each rank, which measures, votes and changes the plan as in a
-    real job. After each step it calls step_told() of this class for the times that the ranks
-    measure.
+    The base class has a thread for each rank. It measures, votes and changes the plan as in a real job. After
+    each step it calls step_told() of this class for the times that the ranks measure.
     """
 
     def __init__(self, hour: DataParallelHour, part: Part):
-        """Start a thread for each rank, which measures and votes as in a real job.
+        """Start a thread for each rank, to measure and vote as in a real job.
 
         The base class SimulatedJob (tests/learning_job.py) makes the threads. Only the training
         steps are simulated.
 
         Args:
-            hour: What is simulated for an hour: the model, the two clusters, and a function that
-                returns the times of a step for a network rate and a GPU speed.
+            hour: The model, the two clusters, and a function that returns the times of a step for a network
+                rate and a GPU speed.
             part: First period of the hour: its network rate and GPU speed. The caller sets
                 `self.part` to the next period when that begins.
         """
@@ -182,7 +180,7 @@ class DataParallelJob(SimulatedJob):
         self.part = part
 
         def stage_of(rank: int) -> Stage:
-            """Return what a rank holds: the whole model, as a pipeline of one stage."""
+            """Return the stage that a rank holds: the whole model, as a pipeline of one stage."""
             return Stage(
                 framework="torch",
                 stage=0,
@@ -192,7 +190,7 @@ class DataParallelJob(SimulatedJob):
                 stages={rank: 0},  # the ranks of its pipeline -> their stages
             )
 
-        # SimulatedJob(clusters, parallel sizes, what each rank holds). Sizes(): all ranks are
+        # SimulatedJob(clusters, parallel sizes, part of each rank). Sizes(): all ranks are
         # data-parallel. patient: after each step, wait until the ranks' threads are idle.
         super().__init__(hour.site(part.rate), Sizes(), stage_of, patient=True)
 
@@ -203,21 +201,20 @@ class DataParallelJob(SimulatedJob):
         their current plan.
 
         Returns:
-            (seconds, measurements_of). The seconds are without an outage of the Ethernet link,
-            which the base class adds (`self.gone`). measurements_of(rank) returns the measurements
-            that a real rank would make in the step: all-reduces, pipeline messages (none), and
-            totals.
+            (seconds, measurements_of). The seconds are without an outage of the Ethernet link: the base class
+            adds it (`self.gone`). measurements_of(rank) returns the measurements that a real rank would make
+            in the step: all-reduces, pipeline messages (none), and totals.
         """
         # each() applies a function to the current plan of every rank, and checks that all agree.
         reduction: ReductionSpec = self.each(lambda traffic: traffic.reductions[0])
         step = self.hour.simulated(self.part, reduction)
-        link_down_s = self.gone  # seconds for which Ethernet is down in this step; usually 0
+        link_down_s = self.gone  # seconds without Ethernet in this step; usually 0
         hierarchical = is_hierarchical(reduction, self.hour.bytes)
         ranks = tuple(range(len(self.ranks)))
         group_fields = {"ranks": ranks, "description": "hierarchical" if hierarchical else ""}
 
         def measurements_of(rank: Any) -> tuple[Any, ...]:
-            """Return what a rank measures in this step, and record how it reduced its gradients.
+            """Return the measurements of a rank in this step, and record how it reduced its gradients.
 
             The simulated `step` has the times. The record is an entry of
             `rank.current.reductions`, where `rank.current` is the rank's session (its run-time
@@ -225,10 +222,10 @@ class DataParallelJob(SimulatedJob):
             plan reads it.
 
             Returns:
-                (all-reduces, pipeline messages, totals). There is one all-reduce for each network.
+                (all-reduces, pipeline messages, totals). There is an all-reduce for each network.
                 Over Ethernet it ends `link_down_s` later, after an outage of the link. There are no
                 pipeline messages. Totals are those of the gradients: "bytes", "seconds", and
-                "exposed" seconds, in which the rank only waits.
+                "exposed" seconds (the rank only waits).
             """
             rank.current.reductions[ranks] = DoneReduction(
                 planned=reduction,
@@ -281,7 +278,7 @@ class Op:
     peer: int | None = None  # rank of the other end of a message; None: a collective
     name: str = "all_reduce"
     payload: float = 1.0  # bytes; this value is a placeholder
-    waited: float = 0.0  # seconds for which the program stood still; a placeholder
+    waited: float = 0.0  # seconds that the program stood still; a placeholder
 
 
 @dataclass(frozen=True)
@@ -289,15 +286,15 @@ class DataParallelStep:
     """Simulated step of a data-parallel job, with the times of its gradient reduction."""
 
     seconds: float
-    exposed_s: float  # seconds for which a rank waits for its gradient reduction
+    exposed_s: float  # seconds that a rank waits for its gradient reduction
     busy: dict[str, float]  # network -> seconds for which it carries gradients
 
 
 class DataParallelHour:
     """Data-parallel job on two clusters for one simulated hour, while the rate of Ethernet changes.
 
-    A plan says how gradients are reduced: in a single ring or hierarchically, and in which buckets.
-    The adaptive job changes it. Its baselines each keep one plan for the hour.
+    A plan says how gradients are reduced: in a single ring or hierarchically, and the sizes of the buckets.
+    The adaptive job changes it. Each of its baselines keeps a plan for the whole hour.
     """
 
     def __init__(self, draw: random.Random):
@@ -314,7 +311,7 @@ class DataParallelHour:
             micro_batches=1,
         )
         self.bytes = float(self.model.gradient_width * self.model.parameters)  # gradients of a rank
-        # Plans of the baselines, which stay for the whole hour. collect_fixed_plans() finds them.
+        # Plans of the baselines. They stay for the whole hour. collect_fixed_plans() finds them.
         self.fixed: list[Any] = []
         self.simulated = cache(self._simulated)  # the same conditions come again and again
 
@@ -329,7 +326,7 @@ class DataParallelHour:
     def collect_fixed_plans(self, parts: list[Part]) -> None:
         """Make a plan for the network rate of each period, and store the distinct plans in `fixed`.
 
-        The adaptive job is compared with jobs that each keep one of these plans for the whole hour.
+        The adaptive job is compared with jobs that keep one of these plans for the whole hour.
 
         Args:
             parts: The periods of the hour.
@@ -365,11 +362,11 @@ class DataParallelHour:
         Args:
             part: Period of the hour: the rate of Ethernet, and the factor by which passes take
                 longer.
-            reduction: Whether gradients are reduced hierarchically or in a ring, and in which buckets.
+            reduction: Whether gradients are reduced hierarchically or in a ring, and their buckets.
 
         Returns:
-            The seconds of the step, those for which the slowest rank waits for its gradients
-            (exposed), and those for which each network carries gradients.
+            The seconds of the step, the seconds that the slowest rank waits for its gradients (exposed), and
+            the seconds that each network carries gradients.
         """
         hour_site = self.site(part.rate)
         hierarchical = is_hierarchical(reduction, self.bytes)
@@ -397,8 +394,8 @@ class DataParallelHour:
         order = [node.name for node in hour_site.nodes]
         step = simulate(hour_site, order, Sizes(), self.model, run, costs=costs)
         # `carried` has the bytes of a NIC by (nodes, network, direction). Nodes with the same
-        # traffic are simulated as one, and share an entry. All NICs work at the same time, so the
-        # one with most bytes decides how long its network is busy.
+        # traffic are simulated as a single node, and share an entry. All NICs work at the same time, so the
+        # NIC with most bytes decides how long its network is busy.
         busy: dict[str, float] = {}
         for (_equal_nodes, network, _direction), nic_bytes in step.carried.items():
             rate_bps = hour_site.fabric_by_name[network].rate_bps
@@ -449,7 +446,7 @@ def rows(name: str, number: int) -> list[Row]:
         steps_of_plans.append(steps)
     best_per_part = sum(map(max, zip(*steps_of_plans)))
     best_fixed = max(map(sum, steps_of_plans))
-    about = "in flight" if pipeline else "sums"  # what the plans differ in, for names of metrics
+    about = "in flight" if pipeline else "sums"  # difference of the plans, for names of metrics
     return [
         Row.median(
             name,

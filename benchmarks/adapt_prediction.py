@@ -43,7 +43,7 @@ TRAITS = {"deepspeed": DEEPSPEED, "megatron": MEGATRON}
 class Configuration:
     """Configuration of a job: rate of the network, micro-batches and layers of each stage."""
 
-    rate: float = 2.0  # in units of the rate at which an activation takes half of a stage's time
+    rate: float = 2.0  # in units of the rate that makes an activation take half of a stage's time
     micro_batches: int = 8  # of a step
     layers: tuple[int, ...] = (3, 3)  # of each stage
 
@@ -71,17 +71,17 @@ def pipeline_of(
 ) -> float:
     """Return the predicted seconds of the passes and messages of a pipeline step.
 
-    The prediction is for a configuration that has not run yet. It starts from measurements of one
-    that has (SEEN). Times of passes are those measured. The time of a message between stages is the
-    measured one, plus the computed time on the new network, less that on the network of SEEN. Work
-    outside of the passes, such as the optimizer, is not counted.
+    The prediction is for a configuration that has not run yet. It starts from measurements of
+    another configuration (SEEN). Times of passes are those measured. The time of a message between
+    stages is the measured time, plus the computed time on the new network, less that on the network
+    of SEEN. Work outside of the passes, such as the optimizer, is not counted.
 
     Args:
         profile: The measurements of SEEN: for each stage, its layers and seconds.
         files: Rate of the network -> cluster file with this rate.
         engine: "deepspeed" or "megatron".
-        other: The configuration that is predicted: its network rate, micro-batches, and layers of
-            each stage.
+        other: The predicted configuration: its network rate, micro-batches, and layers of each
+            stage.
     """
     options = Options()
     # How the engine communicates. direct: gloo's ranks send directly to each other, not in a ring.
@@ -99,7 +99,7 @@ def pipeline_of(
         link_seconds.append([link.seconds(profile.activation_bytes) for link in stage_links])
     before, after = link_seconds
     stages = []
-    # The last stage has no link to a next one: 0.
+    # The last stage has no link to a next stage: 0.
     for stage, before_s, after_s in zip(profile.stages, (*before, 0.0), (*after, 0.0)):
         stage_link_s = max(0.0, stage.stage_link_s + after_s - before_s)
         stages.append(replace(stage, stage_link_s=stage_link_s))
@@ -130,7 +130,7 @@ def rows(
 
     Args:
         engine: "deepspeed" or "megatron".
-        half_bps: Rate at which an activation takes half of a stage's time, in bits/s.
+        half_bps: Rate that makes an activation take half of a stage's time, in bits/s.
         write: write(folder, rate) writes a cluster file and returns its path.
         variant: variant(name, file, *flags) makes a job on the clusters of a file.
         run: run(variant, micro_batches) returns the median step time of a job that has adapted, in seconds.
@@ -148,7 +148,7 @@ def rows(
         }
 
         def learn() -> tuple[float, dict[str, Any]]:
-            """Run the one job from which all others are predicted, and return its measurements.
+            """Run the job that all predictions start from, and return its measurements.
 
             Returns:
                 The step time in seconds, and the cost model of the job (the JSON of `holmes report

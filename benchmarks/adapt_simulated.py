@@ -24,7 +24,7 @@ from simulated_steps import step_of  # noqa: E402
 ACTIVATION_BITS = 8 * 32768
 FREE_MBPS = 1000.0  # rate at which a message takes next to no time
 DRAWN = 12  # random jobs
-WARM_UP_STEPS = 8  # first steps, which are not timed: the plan must have adapted before
+WARM_UP_STEPS = 8  # first steps, not timed: the plan must have adapted before
 STEPS = 18
 
 learning_job.step_of = step_of = cache(step_of)
@@ -43,7 +43,7 @@ class PipelineCase(NamedTuple):
 
 
 def half_mbps(layer_s: float) -> float:
-    """Return the rate in Mb/s at which an activation takes half of a stage's time.
+    """Return the rate in Mb/s that makes an activation take half of a stage's time.
 
     Args:
         layer_s: Seconds of the forward pass of a layer. A stage has three layers, and a backward pass
@@ -56,8 +56,8 @@ def half_mbps(layer_s: float) -> float:
 def simulate_random_job(name: str, number: int) -> list[Row]:
     """Simulate a random job over a slow and a fast link between its stages, and compare its steps.
 
-    Over the slow link, an activation takes half of a stage's time. Over the fast one ("free" in the
-    names of metrics) it takes next to no time.
+    Over the slow link, an activation takes half of a stage's time. Over the fast link ("free" in
+    the names of metrics) it takes next to no time.
 
     Args:
         number: Number of the random job.

@@ -2,7 +2,7 @@
 
 These are the cases "ENGINE trace" of adapt.py. TRACE compresses an hour into minutes: the rate of
 Ethernet changes, a link fails, and a rank becomes slow. In each part of the trace the steps are counted,
-for the job that adapts and for one job with each fixed plan.
+for the job that adapts and for a job with each fixed plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Part:
     """
 
     seconds: float
-    rate: float  # in units of the rate at which an activation takes half of a stage's time
+    rate: float  # in units of the rate that makes an activation take half of a stage's time
     link: bool = True  # whether the Ethernet cable of node b0 is plugged in
     speed: float = 1.0  # of the accelerator of node b0
 
@@ -61,15 +61,15 @@ def rows(
 ) -> list[Row]:
     """Count the steps of a job on a changing network, with an adaptive plan and with fixed plans.
 
-    TRACE is the sequence of network rates, link failures and GPU speeds, the same for all jobs. One
-    job ("learns") changes its number of micro-batches in flight while it runs. Each other job keeps
-    one value of FIXED (values of the option --holmes-inflight).
+    TRACE is the sequence of network rates, link failures and GPU speeds, the same for all jobs. The
+    job "learns" changes its number of micro-batches in flight while it runs. Each other job keeps a
+    value of FIXED (values of the option --holmes-inflight).
 
     Args:
         name: Name of the case in the results.
         script: The training script and its arguments.
         accelerator: Settings of the emulated accelerator.
-        half_bps: Rate at which an activation takes half of a stage's time, in bits/s.
+        half_bps: Rate that makes an activation take half of a stage's time, in bits/s.
         write: write(folder, rate) writes a cluster file and returns its path.
         variant: variant(name, file, *flags) makes a job on the clusters of a file.
         runs: Results of earlier runs.
@@ -174,5 +174,5 @@ def _steps_of(
 
 
 def _lines(log: Path) -> int:
-    """Return the number of lines in a log, which is the number of finished steps."""
+    """Return the number of lines in a log: the number of finished steps."""
     return len(log.read_text().splitlines()) if log.exists() else 0

@@ -38,7 +38,7 @@ from learning_job import LearningJob  # noqa: E402
 WORLD = 1024  # simulated ranks
 NODE = 8  # ranks of a simulated node
 PROCESSES = 4  # real processes
-PATIENCE_S = 60.0  # longest time for which a rank waits for another one
+PATIENCE_S = 60.0  # longest time that a rank waits for another
 STEP = 5  # steps that rank 0 has begun when it decides
 
 
@@ -138,7 +138,7 @@ def main() -> None:
     Each rank is a thread of this process. It sends rank 0 a report with measured step times. Rank 0
     proposes a new plan, and every rank agrees or not. The verdict is the result of this vote.
 
-    The printed line is [start, end, distinct verdicts]. `start` is the time at which the last rank
+    The printed line is [start, end, distinct verdicts]. `start` is the time when the last rank
     began to send its report. At `end`, the last rank knew the verdict. Times are in seconds.
     """
     import torch.distributed as dist
@@ -147,18 +147,18 @@ def main() -> None:
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     process_store = dist.TCPStore(*address, is_master=process == 0, wait_for_workers=False)
     deciding = _deciding()
-    stages = json.loads(sys.argv[1])  # what a rank of each stage reports
+    stages = json.loads(sys.argv[1])  # the report of a rank of each stage
     outcomes: list[tuple[float, float, str]] = []  # (start, end, verdict) of each rank
 
     def run_rank(rank: int) -> None:
-        """Vote as one rank, and append its times and the verdict of the vote to `outcomes`.
+        """Vote as a rank, and append its times and the verdict of the vote to `outcomes`.
 
         The vote begins when all ranks have connected to the store. All ranks send their report to
         rank 0. Rank 0 proposes a change of the plan, and each rank agrees or not. The verdict is
         ADOPT_CHANGE if all agree.
 
-        The function uses two variables of main(): `stages` (what a rank of each stage reports) and
-        `deciding` (the object with which rank 0 chooses a change).
+        The function uses two variables of main(): `stages` (the report of a rank of each stage) and
+        `deciding` (the object that chooses a change for rank 0).
         """
         store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
         vote = Vote(
@@ -190,6 +190,7 @@ def main() -> None:
 
             Args:
                 vote_number: Number of the vote. This program holds a single one, number 0.
+                proposal: The proposal of rank 0, as propose() returns it.
             """
             return boundary.agree(vote_number, at=proposal["at"], change=change_of(proposal))
 
@@ -217,7 +218,7 @@ def rows(name: str, repetitions: int) -> list[Row]:
     """Measure how long WORLD simulated ranks need to agree on a new plan, and return a row.
 
     The ranks are threads of PROCESSES processes on one emulated node. Each process prints the times
-    of its ranks, which this function combines.
+    of its ranks. This function combines them.
 
     Args:
         name: Name of the case in the results.
@@ -233,7 +234,7 @@ def rows(name: str, repetitions: int) -> list[Row]:
             starts, ends, verdicts_of_processes = zip(*outcomes)
             # All ranks must have received the verdict to change the plan.
             assert all(verdicts == [ADOPT_CHANGE] for verdicts in verdicts_of_processes)
-            # From the last rank's report, for which all others wait, to the last rank's verdict.
+            # From the last rank's report (all others wait for it) to the last rank's verdict.
             seconds.append(max(ends) - max(starts))
     return [
         Row.median(

@@ -5,9 +5,9 @@
 This program uses the scripts that train a GPT, Llama or MoE model. From the command line of each script,
 holmes reads the model and its parallel layout. Then it predicts the time of a training step. Counted are:
 
-    command lines   those in total, and those whose model holmes understands
+    command lines   their total number, and the number whose model holmes understands
     layouts         those for which holmes predicts a time
-    flags           Keys of DeepSpeed's configuration file count as flags, too. Each flag is of one kind:
+    flags           Keys of DeepSpeed's configuration file count, too. Each flag is of exactly one kind:
                     - holmes reads it
                     - holmes does not read it, and prints a message that says so
                     - it changes neither the time of a step nor the memory
@@ -43,8 +43,8 @@ from holmes_ext.planner.search.result import SearchResult
 CASES = {"megatron-lm": "Megatron-LM", "megatron-deepspeed": "Megatron-DeepSpeed"}
 ROOT = Path(__file__).resolve().parents[1]
 MAX_REPLICAS = 400  # data-parallel sizes below this are tried; all scripts need far less
-#: A script that gets its micro-batch and all other sizes from the script that calls it. There is nothing in
-#: it for which a time could be predicted.
+#: A script that gets its micro-batch and all other sizes from the script that calls it. No time can be
+#: predicted for it.
 FROM_ITS_CALLER = "ds_pretrain_gpt_1.3B_dense_base_script.sh"
 
 
@@ -68,7 +68,7 @@ def checkout(case: str) -> Path:
 def two_clusters(world: int) -> Site:
     """Return an InfiniBand and a RoCE cluster with nodes for `world` ranks, connected by Ethernet.
 
-    Nodes have 8 GPUs if there are enough ranks for one such node in each cluster.
+    Nodes have 8 GPUs if there are enough ranks for such a node in each cluster.
     """
     fabrics = (  # name, kind, rate in bits/s, latency in seconds
         Fabric(ETHERNET, kind="ethernet", rate_bps=25 * 10**9, latency_s=3e-5),
@@ -89,11 +89,11 @@ def priced(description: CommandLine) -> float:
     """Return the predicted seconds of a training step, or 0.0 if there is no prediction for it.
 
     A closed-form estimate is used, not the planner's slower simulation. The command line does not
-    say on how many GPUs it runs. Therefore the function tries one data-parallel size after another,
+    say on how many GPUs it runs. Therefore the function tries the data-parallel sizes in turn,
     from 1, until the job fills the nodes of two equal clusters and a prediction is possible.
 
     Args:
-        description: What holmes has read from a command line: the model, its parallel sizes and its flags.
+        description: A command line as holmes reads it: the model, its parallel sizes and its flags.
     """
     assert description.model is not None
     sizes = description.sizes or Sizes()
@@ -130,9 +130,9 @@ def priced(description: CommandLine) -> float:
 
 
 def measure(case: str) -> list[Row]:
-    """Count the command lines and the flags in the example scripts of one repository.
+    """Count the command lines and the flags in the example scripts of a repository.
 
-    Every flag is of one of four kinds, each with a row of its own:
+    Every flag is of one of four kinds, each with a row:
 
         with an effect       holmes reads the flag
         named as not read    holmes prints that it does not read the flag

@@ -36,8 +36,9 @@ def train(lab: Lab, file: Path, kind: str, steps: int, seed: int) -> tuple[list[
     """Train once, and return the losses and the bytes that both Ethernet NICs sent for each step.
 
     Args:
+        lab: The emulated nodes.
         file: The cluster file of the emulated nodes.
-        kind: One of KINDS: a value of --holmes-compress-activations. Or "nudged", the control:
+        kind: A value of --holmes-compress-activations (KINDS). Or "nudged", the control:
             without compression, but with a learning rate that is 2^-9 (0.2 %) larger. This is the
             largest relative error of rounding to bf16, so that the control shows how far so small a
             change carries.

@@ -6,8 +6,9 @@ examples/plain_torch trains data-parallel on 2 + 2 emulated nodes, once for each
 --holmes-compress-gradients. Weights, text and seeds are the same. Only the clusters are emulated: the
 losses are those of real training. The bytes between the clusters are counted, too.
 
-"flat" is the control: the same job without holmes, whose flat ring adds the same numbers in another order. It
-shows how far two trainings drift apart that differ by rounding only. The picture needs matplotlib.
+"flat" is the control: the same job without holmes. Its flat ring adds the same numbers in another
+order. It shows how far two trainings drift apart that differ by rounding only. The picture needs
+matplotlib.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CONTROLS = ("off", "flat", "nudged")
 CLUSTERS = examples() / "clusters" / "two_clusters_4.toml"
 #: 0.23 M parameters; 512 bytes of text in a micro-batch of each rank.
 MODEL = "--layers 4 --hidden 64 --heads 4 --sequence 64 --micro-batch 8 --micro-batches 1 --lr 3e-3".split()
-#: Steps over which losses are averaged, because they are noisy from step to step.
+#: Number of steps of an average of losses, because they are noisy from step to step.
 WINDOW = 50
 
 
@@ -39,7 +40,8 @@ def train(lab: Lab, kind: str, steps: int, seed: int) -> tuple[list[float], floa
     """Train once, and return the losses and the bytes that the Ethernet NICs of a cluster sent for each step.
 
     Args:
-        kind: One of KINDS. "flat" runs without holmes.
+        lab: The emulated nodes.
+        kind: A name in KINDS. "flat" runs without holmes.
         steps: Number of training steps.
         seed: Seed of the weights and of the order of the text.
 
@@ -126,7 +128,7 @@ def means(losses: list[float]) -> list[float]:
 
 
 def differences(losses: dict[str, list[list[float]]], kind: str) -> list[list[float]]:
-    """Return for each seed the differences to "off" with the same seed, window by window."""
+    """Return, for each seed, how much the mean loss of each window exceeds that of the kind "off"."""
     pairs = zip(losses[kind], losses["off"])
     return [[a - b for a, b in zip(means(curve), means(off))] for curve, off in pairs]
 
@@ -137,6 +139,7 @@ def rows(
     """Return the rows of results.
 
     Args:
+        case: Name of the case in the results.
         losses: Kind -> losses of each seed. "off" is the first kind, then the control if there is one.
         sent: Kind -> bytes of a step for each seed.
     """
@@ -210,7 +213,7 @@ def draw(losses: dict[str, list[list[float]]], path: Path, what: str) -> None:
     }
     for kind in losses:
         for number, (curve, difference) in enumerate(zip(losses[kind], differences(losses, kind))):
-            label = kind if number == 0 else None  # one entry of the legend for all seeds
+            label = kind if number == 0 else None  # a single entry of the legend for all seeds
             steps = [
                 WINDOW * k + WINDOW // 2 for k in range(len(means(curve)))
             ]  # centre of a window

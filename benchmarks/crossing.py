@@ -1,11 +1,11 @@
-"""Measures two ways in which holmes sends less between clusters: slices and hierarchical tied gradients.
+"""Measures two ways of holmes to send less between clusters: slices and hierarchical tied gradients.
 
     python benchmarks/crossing.py --json FILE [--cases slices,"tied deepspeed",...] [--repetitions 3]
 
     slices    megatron-core with tensor 2 x pipeline 2 x data 2 on 2 + 2 nodes of 2 processes. Each
               tensor-parallel rank sends only a slice of an activation between clusters. Whole activations
               take half of a stage's 128 ms for a micro-batch on Ethernet. Two schedules are used:
-              megatron-core's own, whose sends block (--holmes-inflight off), and one with enough
+              megatron-core's own, whose sends block (--holmes-inflight off), and a schedule with enough
               micro-batches in flight to hide the transfers.
     tied      Pipeline 2 x data 4 on 4 + 4 nodes. The gradient of the tied embedding is reduced
               hierarchically, or between pairs of ranks as the engines do it. A model whose embedding is not
@@ -62,8 +62,8 @@ def measure_slices(repetitions: int, steps: int) -> list[Row]:
 
     In megatron-core, all tensor-parallel ranks hold the same activation, and each sends all of it
     to the next stage ("whole"). With holmes each of the two ranks sends half, and the receivers
-    gather the halves inside their fast cluster ("slices"). Both run with megatron-core's schedule,
-    whose sends block, and with more micro-batches in flight, which hide the transfers.
+    gather the halves inside their fast cluster ("slices"). Both run with megatron-core's schedule, whose
+    sends block, and with more micro-batches in flight, which hide the transfers.
 
     Args:
         repetitions: Runs of each variant.
@@ -214,7 +214,7 @@ def measure_tied(engine: str, repetitions: int, steps: int) -> list[Row]:
         for name in series
     }
     levels, pairs, none = (series[name] for name in ("hierarchical", "pairs", "not tied"))
-    # What the tied embedding costs: bytes and seconds in excess of the model whose embedding is not tied.
+    # Cost of the tied embedding: bytes and seconds in excess of the model whose embedding is not tied.
     base_bytes = ethernet_bytes(none)
     sent = (ethernet_bytes(levels) - base_bytes) / (ethernet_bytes(pairs) - base_bytes)
     exposed = {
@@ -262,7 +262,7 @@ def run(
         variants: The job with and without a feature of holmes.
         script: The training script and its arguments.
         repetitions: Runs of each variant.
-        steps: Training steps of a run, of which the first 3 are not measured.
+        steps: Training steps of a run. The first 3 are not measured.
         accelerator: Settings of the emulated accelerator.
     """
     total = repetitions * len(variants)

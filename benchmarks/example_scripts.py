@@ -68,9 +68,9 @@ MENTIONS = re.compile(
 )
 #: Placeholders that a user must fill in, such as <path>.
 TO_FILL_IN = re.compile(r"(?<!<)<([A-Za-z][^<>\n]*)>")
-#: Redirection of the output into a log file, whose folder does not exist here.
+#: Redirection of the output into a log file. Its folder does not exist here.
 LOG = re.compile(r"&>>? *[^\s\"]+")
-#: Arguments with which each script is tried: none, paths or sizes, and those of examples/gptoss.
+#: Arguments that are tried with each script: none, paths or sizes, and those of examples/gptoss.
 ARGUMENTS = ((), tuple("12345678"), ("--checkpoint-path", "tmp"))
 LIMIT_S = 5
 
@@ -101,7 +101,7 @@ def command_lines(checkout: Path, configs: Path) -> list[tuple[str, list[str]]]:
         for script in copy.glob("examples*/**/*.sh"):
             text = script.read_text(errors="replace")
             script.write_text(LOG.sub("", TO_FILL_IN.sub("FILLED_IN", text)))
-        # Scripts run as the user "nobody", who must be able to write.
+        # Scripts run as the user "nobody": that user must be able to write.
         for path in (Path(folder), *Path(folder).rglob("*")):
             if not path.is_symlink():
                 path.chmod(0o777)
@@ -109,7 +109,7 @@ def command_lines(checkout: Path, configs: Path) -> list[tuple[str, list[str]]]:
         for script in sorted(copy.glob("examples*/**/*.sh")):
             text, name = script.read_text(errors="replace"), str(script.relative_to(copy))
             if MENTIONS.search(text):
-                # Folders in which the script is started, one after the other.
+                # The script is started in each of these folders in turn.
                 folders = (script.parent, copy) if "TEMPLATE" in text else (copy, script.parent)
                 tries = (
                     _launched_trainings(script, start, tools, words)
@@ -157,7 +157,7 @@ def _launched_trainings(
 
     Args:
         script: The shell script.
-        start: Folder in which the script is started.
+        start: Working directory of the script.
         tools: Folder with the only programs that the script can run.
         arguments: Arguments of the script.
     """
@@ -191,14 +191,14 @@ def _launched_trainings(
 
 
 def _trainings(call: list[str]) -> Iterator[list[str]]:
-    """Yield the arguments of the training script in one call of a launcher: once, or not at all.
+    """Yield the arguments of the training script in a call of a launcher: once, or not at all.
 
     There are two forms of such a call:
 
         torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24         the script is a word
         srun bash -c "cd /work; python pretrain_gpt.py --num-layers 24"     it is inside of a word
 
-    Both yield ["--num-layers", "24"]. Only the first script counts: a launcher starts one program.
+    Both yield ["--num-layers", "24"]. Only the first script counts: a launcher starts a single program.
     A script without arguments yields nothing.
 
     Args:

@@ -40,7 +40,7 @@ SITES = {
 
 
 def expert_ranks(name: str, expert: int) -> Places:
-    """Return the ranks on which experts can be placed, with the links between them.
+    """Return the ranks that can hold experts, with the links between them.
 
     Args:
         name: Name of a cluster file in examples/clusters, without .toml.
@@ -159,7 +159,7 @@ def measure(case: str, names: list[str], per_rank: tuple[int, ...], count: int) 
 
     A problem has random clusters, and random numbers of tokens that each rank sends to each expert.
     solve() searches the placement with the fewest tokens over slow links. Its answer has the best
-    placement, the baselines, and the proven optimality gap of the best one.
+    placement, the baselines, and the proven optimality gap of the best placement.
 
     Args:
         case: Name of the case in the results.

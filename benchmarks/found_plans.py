@@ -7,8 +7,8 @@ share an uplink. `holmes probe` has measured them in the lab (results/prediction
 prediction_links.py). The search receives the model and the global batch, and finds the layout. The job
 starts with the flags and the ds_config that `holmes plan` prints.
 
-Layers take the time of an emulated accelerator. It is so slow that the CPU work of this machine, which
-the plan does not contain, is a small part of a step.
+Layers take the time of an emulated accelerator. It is so slow that the CPU work of this machine (the plan
+does not contain it) is a small part of a step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEADS = 4
 SEQUENCE = 16  # tokens
 VOCABULARY = 256
 STEPS = 6
-SKIP = 2  # first steps, which are not measured
+SKIP = 2  # first steps, not measured
 MODEL = """version = 1
 layers = {layers}
 hidden = {hidden}
@@ -78,7 +78,7 @@ def run_holmes_plan(case: Case, folder: Path) -> dict:
 
     Args:
         case: The model, the global batch and the clusters.
-        folder: For the input files, and for the plan, which is written to plan.json.
+        folder: For the input files, and for the plan (plan.json).
     """
     cluster = folder / "cluster.toml"
     model = folder / "model.toml"
@@ -135,7 +135,7 @@ def command_of(case: Case, result: dict, folder: Path) -> tuple[list[str], tuple
     """
     launch = result["launch"][case.engine]
     best = result["candidates"][0]
-    # "lacks": properties of the plan that the engine does not support. There must be none.
+    # "lacks": properties of the plan that the engine does not support. The list must be empty.
     assert not launch["lacks"], launch["lacks"]
     size = [
         "--layers",

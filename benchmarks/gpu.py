@@ -121,7 +121,7 @@ def rank() -> list[Row]:
     """Measure the largest resident memory of a rank on an emulated GPU.
 
     Two ranks, on the nodes a0 and a1, make two all-reduces over emulated InfiniBand. Each prints
-    {"peak_mb": its largest resident memory}. Two ranks are enough: all need equally much.
+    {"peak_mb": its largest resident memory}. Two ranks are enough: all ranks need equally much.
     """
     with Lab(THREE) as lab:  # THREE: the cluster of three nodes
         printed, _ = all_reduces(lab, rounds=2, network="IB", order=("a0", "a1"))
@@ -145,7 +145,7 @@ def operator() -> list[Row]:
     for each device, microseconds of wall time and of CPU time of all threads.
 
     The rows have emulated=False. They show real CPU work: that of launching an operator on the
-    emulated GPU. No row has a time for which the emulated GPU itself computes.
+    emulated GPU. No row contains the computing time of the emulated GPU itself.
     """
     with Lab(THREE) as lab:
         result = lab.run(
@@ -184,7 +184,7 @@ def nic_bytes() -> list[Row]:
     with Lab(THREE) as lab:
         for network, used in (("Socket", "eth0"), ("IB", "ib0")):
             tell(f"bytes, {network}")
-            # Bytes of ROUNDS and of twice as many all-reduces. The difference has no start-up in it.
+            # Bytes of ROUNDS and of twice as many all-reduces: the difference contains no start-up.
             few, many = (all_reduces(lab, count * ROUNDS, network)[1] for count in (1, 2))
             sent = {
                 nic: [many[node][nic] - few[node][nic] for node in many] for nic in ("eth0", "ib0")
@@ -219,12 +219,13 @@ def all_reduces(
     """Run all-reduces of MEGABYTES on emulated GPUs.
 
     Args:
+        lab: The emulated nodes.
         rounds: Number of all-reduces.
         network: Value of NCCL_NET: "Socket" or "IB".
         order: Nodes of the ranks; None: all nodes.
 
     Returns:
-        What each rank printed, and node -> NIC -> bytes sent.
+        The output of each rank, and node -> NIC -> bytes sent.
     """
     before = lab.counters()
     env = {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_NET": network}

@@ -2,7 +2,7 @@
 
     .venv-gpu/bin/python benchmarks/gpu_steps.py --json FILE [--cases DeepSpeed,...] [--repetitions 1]
 
-A case is one training program on 4 + 4 nodes with one emulated GPU each, with 2 pipeline stages and 4
+A case is a training program on 4 + 4 nodes with an emulated GPU each, with 2 pipeline stages and 4
 data-parallel replicas:
 
     DeepSpeed             examples/deepspeed_pipeline
@@ -26,7 +26,7 @@ cores were.) All four cases take half an hour.
 The steps of stock and holmes are also predicted, except for Megatron-LM, by the simulator in
 planner/simulate/step.py. One number is fitted for each framework: the CPU seconds that its Python
 code and torch's operators need for one pass of a transformer block, beside the emulated GPU's time.
-It is chosen so that the predicted step of all-RDMA equals the measured one.
+It is chosen so that the predicted step of all-RDMA equals the measured step.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ from clusters import toml  # noqa: E402
 from integration_tests.gpu import commands  # noqa: E402
 from integration_tests.megatron_deepspeed.job import byte_vocabulary, read_log  # noqa: E402
 
-#: Case -> factor by which its GPUs and networks are slowed down. The two scripts need the CPU longest.
+#: Case -> factor of the slow-down of its GPUs and networks. The two scripts need the CPU longest.
 SLOWER = {"DeepSpeed": 5, "megatron-core": 5, "Megatron-DeepSpeed": 8, "Megatron-LM": 8}
 LAYERS, HIDDEN, SEQUENCE, MICRO_BATCHES, STAGES = 6, 288, 16, 4, 2
 SKIP = 3
@@ -115,7 +115,7 @@ def flops_of(name: str) -> float:
 
 
 def variants_of(spec: SiteSpec, file: Path) -> list[Variant]:
-    """Return the three ways in which each training script runs: stock, holmes and all-RDMA.
+    """Return the three variants of each training script: stock, holmes and all-RDMA.
 
     "stock" and "holmes" run on the given clusters, without and with the flags of holmes. "all-RDMA"
     runs without holmes, with all nodes in a single cluster on the fastest network: nothing can be
@@ -145,8 +145,9 @@ def example(
 
     Args:
         name: A key of SCRIPTS.
+        variants: The variants: stock, holmes and all-RDMA.
         repetitions: Runs of each variant.
-        steps: Training steps of a run, of which the first SKIP are not measured.
+        steps: Training steps of a run. The first SKIP are not measured.
     """
     folder, stages, preload = SCRIPTS[name]
     script = [str(examples() / folder / "train.py"), *MODEL, stages, str(STAGES)]
@@ -171,6 +172,7 @@ def command_of(name: str, folder: Path, source: Path, batch: int, steps: int) ->
         folder: For the files of the run.
         source: The checkout.
         batch: Global batch size.
+        steps: Training steps.
     """
     model = (
         f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE} "
@@ -208,6 +210,7 @@ def pretrain_gpt(
 
     Args:
         name: "Megatron-LM" or "Megatron-DeepSpeed".
+        variants: The variants: stock, holmes and all-RDMA.
         folder: For the files of the runs.
         source: The checkout with the script.
         repetitions: Runs of each variant.
@@ -255,8 +258,9 @@ def predict_step_s(name: str, spec: SiteSpec, variant: str, block_s: float) -> f
 
     Args:
         name: The case.
+        spec: Its clusters.
         variant: "stock", "holmes" or "all-RDMA".
-        block_s: CPU seconds of the framework's own code (Python, torch's operators) in one forward
+        block_s: CPU seconds of the framework's code (Python, torch's operators) in one forward
             or backward pass of a transformer block, beside the emulated GPU's time.
     """
     site = site_from_spec(all_rdma(spec).spec if variant == "all-RDMA" else spec)
@@ -279,7 +283,7 @@ def predict_step_s(name: str, spec: SiteSpec, variant: str, block_s: float) -> f
         overlap = "on" if all(reduction.overlap for reduction in traffic.reductions) else "off"
         execution = replace(execution, in_flight=traffic.in_flight, overlap=overlap)
         if name == "Megatron-DeepSpeed":
-            # its command has one hardware queue, in which a reduction and a backward pass take turns; all
+            # its command has a single hardware queue, where a reduction and a backward pass take turns; all
             # stages but the first reduce after theirs, before tied weights (patches/deepspeed/reduce.py)
             execution = replace(
                 execution, overlap="off", engine=replace(execution.engine, tied_first=False)
@@ -307,9 +311,9 @@ def predict_step_s(name: str, spec: SiteSpec, variant: str, block_s: float) -> f
 def fit_block_s(name: str, spec: SiteSpec, bound_s: float) -> float:
     """Return the framework's CPU seconds per block and pass, fitted to the step of all-RDMA.
 
-    A simulated step has the times of GPUs and networks. The framework's own code takes further time
-    in each pass of a transformer block. The function searches, by bisection, the time with which
-    the simulated step equals the measured one.
+    A simulated step has the times of GPUs and networks. The framework's code takes further time
+    in each pass of a transformer block. The function searches, by bisection, the time that makes the
+    simulated step equal to the measured step.
 
     Args:
         name: The case.
@@ -334,6 +338,8 @@ def rows_of(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Ro
     """Return the rows of results of a case.
 
     Args:
+        name: Name of the case.
+        spec: Its clusters.
         by_variant: Measurements of "stock", "holmes" and "all-RDMA".
     """
     stock, ours, bound = by_variant["stock"], by_variant["holmes"], by_variant["all-RDMA"]
@@ -364,10 +370,12 @@ def rows_of(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Ro
 
 
 def predictions(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Row]:
-    """Return rows with the predicted steps of stock and holmes, and their errors.
+    """Return rows with the predicted steps of two variants, "stock" and "holmes", and their errors.
 
-    One number is fitted to the measured step of all-RDMA: the CPU seconds that the framework's own
-    code takes in one pass of a transformer block. Stock and holmes are predicted with it.
+    "stock" trains without holmes on two clusters, "holmes" with it on the same clusters, and
+    "all-RDMA" without it on a single fast cluster. A single number is fitted to the measured step of
+    all-RDMA: the CPU seconds of the framework's code in one pass of a transformer block. The
+    predictions of the other two variants use it.
 
     Args:
         name: The case.

@@ -1,7 +1,7 @@
-"""Provides what all benchmarks share: their options, and the table and the JSON file of their results.
+"""Provides the common parts of all benchmarks: options, and the table and the JSON file of results.
 
-A result is called a row: one metric of one case, which is a configuration that the benchmark measures. The
-file, which the option --json names, has this form:
+A result is called a row: a metric of a case. A case is a configuration that the benchmark measures.
+The file (option --json) has this form:
 
     {"machine": ..., "versions": ..., "rows": [ROW, ...]}
 
@@ -72,7 +72,12 @@ class Row:
         limit of the machine.
 
         Args:
+            case: Name of the case.
+            metric: Name of the metric.
+            value: The value.
+            unit: Unit of the value.
             spread: Smallest and largest value.
+            emulated: Whether the compute was emulated.
             target: A bound such as ">= 1.6" or "<= 0.01"; "" if there is none.
             busy: Share of this machine's cores in use meanwhile, from 0 to 1; None: not measured.
         """
@@ -102,8 +107,7 @@ class Row:
             unit: Unit of the values.
             emulated: Whether the compute was emulated.
             target: A bound on the median, such as ">= 1.6"; "" if there is none.
-            busy: Share of this machine's cores that was used meanwhile; None if it was not
-                measured.
+            busy: Share of this machine's cores in use meanwhile, from 0 to 1; None: not measured.
         """
         spread = min(values), max(values)
         return cls.of(case, metric, statistics.median(values), unit, spread, emulated, target, busy)
@@ -124,7 +128,7 @@ class Row:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Row:
-        """Return the row of one entry of a results file, which to_dict() has written.
+        """Return the row of an entry of a results file, as to_dict() has written it.
 
         Keys that are no fields, such as "note", are ignored.
         """

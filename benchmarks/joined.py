@@ -63,7 +63,7 @@ class JobRequest(NamedTuple):
 
 
 class MeasuredSteps(NamedTuple):
-    """Numbers of steps of a job: the first ones, which are not measured, and those that are."""
+    """Numbers of steps of a job: the first steps (not measured), and the measured steps."""
 
     skip: int
     steps: int
@@ -77,7 +77,7 @@ class Case:
     outer: str  # value of --holmes-outer: how often and how the jobs exchange weights
     skip: int  # first steps of a job that are not measured
     steps: int  # steps of a job that are measured
-    #: Steps of the single synchronous job, which take longer; None: the case has no such job.
+    #: Steps of the single synchronous job (they take longer); None: the case has no such job.
     synchronous: MeasuredSteps | None = None
     batch: tuple[str, ...] = ()  # flags of the script for the batch size
     tokens: int = TOKENS  # that a rank reads in a step
@@ -170,7 +170,9 @@ def run(
     """Run jobs at the same time, and return the tokens per second of all jobs together.
 
     Args:
+        lab: The emulated nodes.
         jobs: Name of a job -> its nodes and flags.
+        case: The case: its batch sizes, and the speed of the emulated accelerators.
         directory: For the logs of the jobs.
         skip: First steps that are not measured.
         steps: Steps that are measured.
@@ -207,8 +209,8 @@ def jobs_of(
 
     Args:
         case: The case.
-        mode: "apart": jobs that do not communicate. "joined": the same jobs, which exchange weights
-            through the coordinator. "synchronous": a single job on all nodes.
+        mode: "apart": jobs that do not communicate. "joined": the same jobs; they exchange weights through
+            the coordinator. "synchronous": a single job on all nodes.
         lab_coordinator: The coordinator of the joined jobs, a server that runs in the lab.
         file: The cluster file of the case. Only the synchronous job needs it: each other job is
             inside a single cluster.
@@ -249,13 +251,13 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
                     """Run the jobs in one mode, and return the tokens per second of all together.
 
                     Args:
-                        mode: "apart" (jobs that do not communicate), "joined" (the same jobs, which
-                            exchange weights), or "synchronous" (a single job on all nodes).
+                        mode: "apart" (jobs that do not communicate), "joined" (the same jobs, which exchange
+                            weights), or "synchronous" (a single job on all nodes).
                     """
                     # The joined jobs exchange weights as often and in the way that case.outer says.
                     with coordinator(lab, case.outer) as lab_coordinator:
                         jobs = jobs_of(case, mode, lab_coordinator, file)
-                        # Number of the first steps, which are not measured, and of the measured ones.
+                        # Number of the first steps (not measured), and of the measured steps.
                         counts = MeasuredSteps(case.skip, case.steps)
                         if mode == "synchronous" and case.synchronous:
                             counts = case.synchronous  # fewer: its steps take far longer
@@ -293,7 +295,7 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
 
 
 def compare_eight_jobs_with_two(rows: list[Row]) -> list[Row]:
-    """Return a row that compares what joining costs eight jobs with what it costs two.
+    """Return a row that compares the cost of joining for eight jobs with that for two.
 
     Joined jobs exchange weights during training. Each case has a row "joined / apart" (RATIO): the
     tokens/s of joined jobs, divided by those of the same jobs without communication. The value here
@@ -337,8 +339,8 @@ def main() -> int:
             if new:
                 rows = [row for row in rows if row.case != CASES[name].name] + new
                 write(rows, args.json)
-    # This row depends on two cases, which may have been measured in different sessions. So it is
-    # made anew from all rows, and replaces the row of an earlier session.
+    # This row depends on two cases, perhaps measured in different sessions. So it is made anew from all rows,
+    # and replaces the row of an earlier session.
     comparison = compare_eight_jobs_with_two(rows)
     replaced = {row.metric for row in comparison}
     rows = [row for row in rows if row.metric not in replaced] + comparison

@@ -134,16 +134,16 @@ def flatten(model: torch.nn.Module) -> torch.Tensor:
 class JobTrainer:
     """Training of one job: its model, its optimizer and its learning-rate schedule.
 
-    The weights of the model are views of a flat tensor, which the optimizer updates in place.
+    The weights of the model are views of a flat tensor. The optimizer updates it in place.
     """
 
     def __init__(self, case: str, seed: int, steps: int):
         """Make a model with random weights, its optimizer and its learning-rate schedule.
 
         Args:
-            case: A key of CASES, which names the size and the learning rate.
+            case: A key of CASES, for the size and the learning rate.
             seed: Seed of the weights.
-            steps: Training steps, over which a cosine lowers the learning rate to a tenth.
+            steps: Training steps. A cosine over them lowers the learning rate to a tenth.
         """
         torch.manual_seed(seed)
         *size, lr = CASES[case]  # layers, hidden size, heads; learning rate
@@ -204,7 +204,7 @@ class OuterLoop:
         ]
         # All elements of the model, as one part: this process is the only rank of each job.
         weights = Weights("all", tensors, [Part(0, trainers[0].flat)])
-        # Some algorithms (Muon) treat whole matrices, so no fragment may begin inside of one.
+        # Some algorithms (Muon) treat whole matrices, so no fragment may begin inside of a matrix.
         matrices = weights.matrices if self.algorithm.of_matrices else []
         cuts = fragment_cuts(
             weights.total, settings.fragments, [(matrix.start, matrix.stop) for matrix in matrices]
@@ -246,7 +246,7 @@ class OuterLoop:
 
     @property
     def sent_bytes(self) -> int:
-        """Return the bytes that one job has sent in all: its pseudo-gradients, once for each other job."""
+        """Return the bytes that a job has sent in all: its pseudo-gradients, once for each other job."""
         jobs = len(self.trainers)
         return self.encoded_bytes // jobs * (jobs - 1)
 
@@ -294,8 +294,8 @@ class OuterLoop:
 
         The outer step moves the anchor (the weights after the last outer step, equal in all jobs)
         by the pseudo-gradient that was submitted since the last call. If there is none, the anchor
-        stays. Then the algorithm mixes the anchor with the weights of each job, which has trained
-        on meanwhile.
+        stays. Then the algorithm mixes the anchor with the weights of each job, since all have trained on
+        meanwhile.
         """
         momentum = self.momenta[fragment]
         anchor = self.anchors[fragment]
@@ -335,8 +335,8 @@ class OuterLoop:
 
         Args:
             gradient: The pseudo-gradient of one job.
-            residual: Rounding error of the last transfer, which is added before encoding and replaced by
-                the new error. None if the codec keeps none.
+            residual: Rounding error of the last transfer. It is added before encoding, and replaced by the
+                new error. None if the codec keeps none.
         """
         # The residual may be stored in bf16, but the codec computes in float32. encode() adds the
         # old error to the gradient, and writes the new one into the same tensor.
@@ -391,7 +391,7 @@ def train(
     training: torch.Tensor,
     held_out: torch.Tensor,
 ) -> Losses:
-    """Train jobs that exchange weights by one method, and return their losses at the end.
+    """Train jobs that exchange weights by a method, and return their losses at the end.
 
     Args:
         case: A key of CASES: model size and learning rate.

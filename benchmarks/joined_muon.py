@@ -4,13 +4,13 @@
         [--cases adamw,muon] [--ways NAME;...] [--steps 128]
         [--size "0.12 M"] [--init gpt2] [--lr X]
 
-The jobs are simulated: K copies of a byte-level GPT in one process, which train in turns. Outer steps,
+The jobs are simulated: K copies of a byte-level GPT train in turns in one process. Outer steps,
 codecs and aggregates are those of holmes (joined_losses.OuterLoop). Each step reads 16 sequences of 64 bytes
 of real text, divided among the jobs, so all ways to train read the same tokens in the same order:
 
-    synchronous         one job, which reads all sequences of each step: all data-parallel ranks of all jobs
+    synchronous         one job that reads all sequences of each step: all data-parallel ranks of all jobs
                         together
-    diloco, muon        K joined jobs, which read a K-th of the sequences each; --holmes-outer
+    diloco, muon        K joined jobs that read a K-th of the sequences each; --holmes-outer
                         algorithm=diloco or muon, all else with its default
     muon of blocks      the same as muon, but the tables of bytes and positions step as in diloco. (A large
                         vocabulary's table does so by itself.)
@@ -83,7 +83,7 @@ class Run(NamedTuple):
     """One training run: its model, its optimizers, its number of joined jobs and its random seed."""
 
     size: str  # of the model: a key of SIZES
-    inner: str  # inner optimizer, which takes the steps of a job: a name of INNER
+    inner: str  # inner optimizer, for the steps of a job: a name of INNER
     way: str  # SYNCHRONOUS, or how the jobs exchange weights: a key of OUTER
     jobs: int  # joined jobs (separate trainings that exchange weights); 1 if synchronous
     steps: int
@@ -127,7 +127,7 @@ def initialize_as_gpt2(model: torch.nn.Module) -> None:
 class Trainer:
     """Training of one job: its model, its inner optimizer and its learning-rate schedule.
 
-    The weights of the model are views of a flat tensor, which outer steps change.
+    The weights of the model are views of a flat tensor. Outer steps change it.
     """
 
     def __init__(self, run: Run):
@@ -186,7 +186,7 @@ def parameter_count(size: str) -> int:
 
 
 def outer_loop(way: str, trainers: list[Trainer]) -> OuterLoop:
-    """Return the OuterLoop that takes the outer steps of joined jobs.
+    """Return the OuterLoop (joined_losses.py) that combines the weights of joined jobs now and then.
 
     Args:
         way: How the jobs exchange weights: a key of OUTER.
@@ -200,7 +200,7 @@ def outer_loop(way: str, trainers: list[Trainer]) -> OuterLoop:
         model = trainers[0].model
         tables = model.embedding.weight.numel() + model.positions.weight.numel()
         for index, matrices in enumerate(loop.matrices):
-            # Element of the flat weights with which this fragment (a range of them) begins.
+            # Index of the first element of this fragment in the flat weights.
             first = loop.ranges[index].start
             places = [matrix for matrix in matrices.places if first + matrix.start >= tables]
             loop.matrices[index] = replace(matrices, places=places)
@@ -211,7 +211,7 @@ def train(run: Run, training: torch.Tensor, held_out: torch.Tensor) -> Result:
     """Train the jobs of a run, and return their losses at the end.
 
     Args:
-        run: What to train.
+        run: The model, the optimizers, and the number of joined jobs.
         training: The text for training, as bytes.
         held_out: The text for evaluation, as bytes.
     """
@@ -272,8 +272,8 @@ class Experiment:
             way: SYNCHRONOUS, or how joined jobs exchange weights: a key of OUTER.
         """
         if way == BLOCKS:
-            # Takes the rate of the way "muon", which differs only in the tables (embeddings) of bytes
-            # and positions.
+            # The way BLOCKS differs from the way "muon" only in the tables (embeddings) of bytes and
+            # positions, so it gets the learning rate of that way.
             self.sweep(inner, "muon")
             if (inner, "muon") in self.rates:
                 self.rates[inner, way] = self.rates[inner, "muon"]
@@ -287,9 +287,13 @@ class Experiment:
                 return
             losses[rate] = result.evaluation
             best = min(losses, key=losses.__getitem__)
-            if not rates and best == max(losses):
+            if rates:
+                continue
+            largest_rate, smallest_rate = max(losses), min(losses)  # the keys are rates
+            # A still better rate may lie outside of the range that was tried.
+            if best == largest_rate:
                 rates = [2 * best]
-            elif not rates and best == min(losses):
+            elif best == smallest_rate:
                 rates = [best / 2]
         self.rates[inner, way] = best
 
@@ -311,8 +315,9 @@ class Experiment:
     def rows(self) -> list[Row]:
         """Return the rows of the results file.
 
-        They are in this order: rows of an earlier file that have not been measured again, the sweep
-        of learning rates, and the comparisons of the ways to train, by inner optimizer and jobs.
+        First come rows of an earlier file that have not been measured again. Then come the rows of the
+        sweeps: the runs of SWEEP_STEPS steps with seed 0, of a single job or SWEEP_JOBS jobs. The comparisons
+        of the ways to train are last, by inner optimizer and number of jobs.
         """
         rows = []
         for run, result in self._results.items():
@@ -353,7 +358,7 @@ class Experiment:
         Args:
             inner: Inner optimizer: a name of INNER.
             way: SYNCHRONOUS, or how joined jobs exchange weights: a key of OUTER.
-            jobs: Number of joined jobs. A synchronous run has 1 instead, which stands for all.
+            jobs: Number of joined jobs. A synchronous run has 1 instead, for all together.
             steps: Training steps.
             lr: Largest learning rate of the inner optimizer.
             seed: Seed of the weights and of the order of the text.
@@ -373,7 +378,14 @@ class Experiment:
 
 
 def _row(case: str, metric: str, values: list[float], unit: str = "nats") -> Row:
-    """Return a row with the mean of the values of several seeds, and with their range."""
+    """Return a row with the mean of the values of several seeds, and with their range.
+
+    Args:
+        case: Name of the case.
+        metric: Name of the metric.
+        values: Value of each seed.
+        unit: Unit of the values.
+    """
     spread = min(values), max(values)
     return Row.of(case, metric, statistics.fmean(values), unit=unit, spread=spread, emulated=False)
 
@@ -435,7 +447,7 @@ def main() -> int:
     """Train with the chosen inner optimizers and numbers of jobs; print and write the losses.
 
     The inner optimizers (--cases, INNER) take the training steps of a job. The ways to train (--ways)
-    are "synchronous", one job, and the keys of OUTER, by which joined jobs exchange weights.
+    are "synchronous" (a single job), and the keys of OUTER: how joined jobs exchange weights.
 
     Returns:
         The exit status: 2 if a number of jobs or a way is unknown, else 0.

@@ -5,7 +5,7 @@
 The cases:
 
     lab          `holmes lab measure` on SITE: the largest errors of the rate for messages from 128 KiB on,
-                 for one pair and for four pairs of nodes at once, and of a round trip
+                 for a pair and for four pairs of nodes at once, and of a round trip
     delay line   CPU time of the process that delays messages between clusters, while 500 Mb/s pass, with
                  whole frames and with frames of 8 KB
     probe        `holmes probe` on 4 emulated clusters: the largest errors of the measured rates and latencies
@@ -37,7 +37,7 @@ SITE = {("a", "b"): (500, 10), ("a", "c"): (200, 40), ("b", "c"): (100, 2)}
 FOUR = {**SITE, ("a", "d"): (150, 20), ("b", "d"): (80, 5), ("c", "d"): (120, 80)}
 
 
-LIMITED_MBPS = 500  # rate of the delayed link in the case "delay line", which measures CPU time
+LIMITED_MBPS = 500  # rate of the delayed link in the case "delay line" (a measurement of CPU time)
 
 
 def cluster_toml(
@@ -80,7 +80,7 @@ def lab(repetitions: int) -> list[Row]:
     Errors of rates are relative. The error of a round trip is in units of its tolerance: 1 ms, or 5
     % of the configured round trip if that is more.
     """
-    # The links of cluster a also share an uplink, which is slower than their sum.
+    # The links of cluster a also share an uplink. It is slower than their sum.
     spec = parse_spec(cluster_toml(SITE, nodes=4, uplinks={"a": "400Mb/s"}))
     runs = []  # rows of the links between clusters, for each repetition
     for _ in range(repetitions):
@@ -129,9 +129,9 @@ def _latency_error(row: BetweenClustersRow) -> float:
 def delay_line(repetitions: int) -> list[Row]:
     """Measure the CPU time of the process that delays messages between emulated clusters.
 
-    It is called delay line. One node, or two, of cluster a send as fast as they can to cluster b
-    over a link of 500 Mb/s and 10 ms. The results are the share of a core that the delay line uses,
-    and the rate that is reached.
+    It is called delay line. A node of cluster a, or two, send as fast as they can to cluster b over
+    a link of 500 Mb/s and 10 ms. The results are the share of a core that the delay line uses, and
+    the rate that is reached.
     """
     rows = []
     for nodes, ethernet, target in ((1, "2Gb/s", "<= 0.1"), (2, "250Mb/s", "")):
@@ -152,7 +152,7 @@ def delay_line(repetitions: int) -> list[Row]:
                 senders = flood(emulated, sides, count=nodes, sizes=[])
                 rates.append(sum(sender["flood"] for sender in senders))
                 sent_bits = 8 * (_sent(emulated) - sent_before)
-                busy_s = sent_bits / (LIMITED_MBPS * 1e6)  # for which the link carried data
+                busy_s = sent_bits / (LIMITED_MBPS * 1e6)  # while the link carried data
                 shares.append((_cpu_s(emulated.delay_line) - cpu_before) / busy_s)
         rows.append(
             Row.median(
@@ -175,7 +175,7 @@ def _cpu_s(pid: int | None) -> float:
     """Return the CPU seconds that a process has used.
 
     Args:
-        pid: The process. None if the lab has no delay line, which cannot be in this benchmark: the
+        pid: The process. None if the lab has no delay line. That cannot be in this benchmark: the
             file of such a process does not exist, and reading it fails.
     """
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
@@ -261,7 +261,7 @@ def _probe(text: str) -> tuple[SiteSpec, float]:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "cluster.toml")
         file.write_text(text)
-        # TUNED: settings of the kernel's TCP with which long links reach their rate.
+        # TUNED: settings of the kernel's TCP. With them, long links reach their rate.
         with Lab(load_spec(file), realtime=True, sysctl=TUNED) as emulated:
             # --largest 0.25: messages of up to 0.25 MiB, instead of 16, since the links are slow.
             words = ["probe", "--cluster", str(file), "--largest", "0.25"]

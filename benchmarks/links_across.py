@@ -1,7 +1,7 @@
 """Measures all-reduces over three clusters with unequal links, and the placement on DT-FM's eight cities.
 
-These are cases of links.py, which runs them. `python links_across.py --rank WAY CLUSTERS TIMES` is one
-rank of a case.
+These cases are run by links.py. `python links_across.py --rank WAY CLUSTERS TIMES` is a single rank
+of a case.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FLAT = "flat ring"
 PLANNED = "as the plan has it"
 
 
-#: Further cluster files: with equal links as in reduction.py, and with unequal ones as in
+#: Further cluster files: with equal links as in reduction.py, and with unequal links as in
 #: prediction_links.py.
 FLAT_FILES = "two_clusters_8", "three_clusters_8"
 LINK_FILES = "links_uplinks_2ms", "links_two_20ms", "links_two_80ms"
@@ -51,9 +51,9 @@ def reduction(repetitions: int) -> list[Row]:
 
 
 def never_slower(repetitions: int) -> list[Row]:
-    """Compare the time of the planned all-reduce with a plain hierarchical one on five networks.
+    """Compare the times of the planned and of a plain hierarchical all-reduce on five networks.
 
-    Two networks have equal links, and three have unequal ones or shared uplinks. Nowhere may the
+    Two networks have equal links, and three have unequal links or shared uplinks. Nowhere may the
     planned all-reduce be more than 3 % slower.
     """
     files = (*FLAT_FILES, *LINK_FILES)
@@ -67,13 +67,16 @@ def never_slower(repetitions: int) -> list[Row]:
 def _reduction(case: str, file: str, repetitions: int, target: str) -> list[Row]:
     """Measure an all-reduce of 10 MiB in three ways.
 
-    The ways are a flat ring, a hierarchical all-reduce in which every cluster sends directly to all
-    others, and the plan's algorithm, which considers the rates of the links between the clusters.
+    The ways are a flat ring, a hierarchical all-reduce with messages from every cluster directly to
+    all others, and the plan's algorithm. The latter considers the rates of the links between
+    clusters.
 
     Args:
+        case: Name of the case in the results.
         file: Cluster file, without .toml.
+        repetitions: Runs of each way.
         target: Bound such as ">= 1.3" for the time of the direct hierarchical all-reduce, divided
-            by that of the planned one.
+            by that of the planned all-reduce.
     """
     path = Path(__file__).parent / f"{file}.toml"
     if not path.exists():
@@ -128,6 +131,7 @@ def _time_all_reduces(
         spec: The clusters of these nodes.
         ways: Name of a method -> {} for a flat ring, or else the settings of a hierarchical
             all-reduce (see _planned_reduction()).
+        repetitions: Runs of each method.
 
     Returns:
         Name of a method -> seconds of an all-reduce, one number for each repetition.
@@ -250,7 +254,7 @@ def time_sums(
 
 
 def rank(way: dict[str, Any], members: dict[str, list[int]], times: int) -> None:
-    """Time an all-reduce as one rank of a job. Rank 0 prints the median seconds.
+    """Time an all-reduce as a rank of a job. Rank 0 prints the median seconds.
 
     Args:
         way: {} for a flat ring. Else the settings of a hierarchical all-reduce: "chunk_bytes", its

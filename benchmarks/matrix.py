@@ -6,7 +6,7 @@ it, and deletes it unless --keep is given.
 
     make matrix           runs the parts that have no result yet in benchmarks/results/matrix.json. If it is
                           interrupted, the next call continues where it was
-    make matrix NEXT=1    installs the newest version of everything, and prints what fails
+    make matrix NEXT=1    installs the newest version of everything, and prints the failures
     python benchmarks/matrix.py --json FILE --cases "torch 2.6.0,..." [--parts check,tests,lab]
                           runs these parts of these rows again
 
@@ -21,7 +21,7 @@ The parts:
 
 If a row names a version of torch, its environment has that torch: 5 GB with CUDA's libraries, 2 GB without
 them (--slim). --pip "--index-url ..." chooses another index for it, and integration_tests/torch_on_cpu.py
-adds to old versions what they lack on CPUs. The environment of any other row contains only the row's
+adds missing parts to old versions on CPUs. The environment of any other row contains only the row's
 packages, and imports torch and all else from the environment that runs this program.
 
 If FILE is benchmarks/results/matrix.json, the tables in docs/versions*.md are updated from it.
@@ -88,7 +88,7 @@ PIP_ENVIRONMENT = {**os.environ, "DS_BUILD_OPS": "0"}
 
 
 def missing(row: Row) -> str:
-    """Return a sentence that names what this machine lacks for a row, or "" if it lacks nothing.
+    """Return a sentence about the things that this machine lacks for a row, "" if it lacks nothing.
 
     A row is a combination of versions of Python, torch and frameworks. It may need another version of Python,
     or a clone of Megatron-LM or Megatron-DeepSpeed.
@@ -171,9 +171,10 @@ def _create_with_own_torch(row: Row, python: Path, pip_arguments: list[str], sli
 
 
 def _create_with_packages_only(row: Row, python: Path) -> None:
-    """Create a Python environment in which only the packages of the row are installed.
+    """Create a Python environment with the packages of the row, on top of the calling environment.
 
-    It imports torch and all other packages from the environment that runs this program.
+    Only the packages of the row are installed. torch and everything else are imported from the
+    environment that runs this program.
 
     Args:
         row: A combination of versions. This one names no version of torch.
@@ -183,7 +184,7 @@ def _create_with_packages_only(row: Row, python: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
     extend_import_path(
         row, folder
-    )  # before pip runs, which needs the setuptools of the calling environment
+    )  # before pip runs: it needs the setuptools of the calling environment
     if row.packages:
         install = [
             sys.executable,
@@ -201,9 +202,9 @@ def _create_with_packages_only(row: Row, python: Path) -> None:
 
 
 def extend_import_path(row: Row, folder: Path) -> None:
-    """Let the Python environment in `folder` import holmes and what its tests need.
+    """Let the Python environment in `folder` import holmes and the modules of its tests.
 
-    A .pth file is written, whose folders Python adds to its import path. A row is a combination of
+    A .pth file is written. Python adds the folders in it to its import path. A row is a combination of
     versions to test. The file lists:
 
         always                 the folder of holmes
@@ -268,7 +269,7 @@ def run(row: Row, python: Path, *arguments: str, **env: str) -> subprocess.Compl
     if row.torchtitan:
         row_env["HOLMES_TEST_TORCHTITAN"] = str(torchtitan_folder(row))
     environ = {  # a later entry replaces an earlier one
-        # Tests marked as exhaustive are skipped: each commit would select others of them.
+        # Tests marked as exhaustive are skipped: each commit would select others of these.
         "HOLMES_TEST_FULL": "0",
         **os.environ,
         **row_env,
@@ -285,22 +286,22 @@ def holmes(row: Row, python: Path, *words: str) -> dict[str, Any]:
     """Run a command of holmes with --check --json in a row's environment, and return the JSON.
 
     A row is a combination of versions. megatron-core needs a CUDA device when it is imported. On
-    this machine, the module megatron_cpu_shim pretends that there is one. DeepSpeed and
-    transformers are imported before that module, because it would mislead them.
+    this machine, the module megatron_cpu_shim pretends that there is one. DeepSpeed and transformers are
+    imported before that module, because it would mislead them.
 
     Args:
         row: The combination of versions.
         python: The interpreter of its environment.
         words: The command: "patches" or "doctor".
     """
-    # Framework -> module that imports all that holmes patches.
+    # Framework -> module that imports all functions that holmes patches.
     others = {"deepspeed": "deepspeed.runtime.pipe.engine", "transformers": "transformers.trainer"}
     first = "".join(f"import {module}; " for name, module in others.items() if name in row.features)
     shim = f"{first}import megatron_cpu_shim; " if "megatron-core" in row.features else ""
     path = "import sys; sys.path.append('examples/megatron_core/on_cpu'); "
     code = f"{path}{shim}from holmes_ext.cli.main import main; main()"
     done = run(row, python, "-c", code, *words, "--check", "--json")
-    # The JSON follows what frameworks print when they are imported.
+    # Frameworks print text when they are imported. The JSON follows it.
     _, brace, rest = done.stdout.partition("{")
     assert brace, done.stderr
     return json.loads(brace + rest)
@@ -435,8 +436,8 @@ def lab(row: Row, python: Path, repetitions: int, cases: str) -> list[Figure]:
             )
         )
         # holmes uses gradient buckets of another size than Megatron-DeepSpeed. So a ring of four
-        # ranks adds the gradients in another order, with other rounding errors. The log has seven
-        # digits, which shows them.
+        # ranks adds the gradients in another order, with other rounding errors. The seven digits of the log
+        # show them.
         limit = "<= 1e-5" if case == "Megatron-DeepSpeed" else "<= 1e-6"
         figures.append(
             figure(row, f"{case}, largest loss difference", seconds["difference"], "nats", limit)
@@ -446,14 +447,22 @@ def lab(row: Row, python: Path, repetitions: int, cases: str) -> list[Figure]:
 
 
 def figure(row: Row, metric: str, value: float, unit: str, target: str = "") -> Figure:
-    """Return one result of a combination of versions, for the results file."""
+    """Return one result of a combination of versions, for the results file.
+
+    Args:
+        row: The combination of versions.
+        metric: Name of the result, such as "tests passed".
+        value: The value.
+        unit: Unit of the value.
+        target: A bound such as ">= 1"; "" if there is none.
+    """
     return Figure.of(
         row.name, metric, value, unit=unit, spread=(value, value), emulated=False, target=target
     )
 
 
 def next_versions(pip: list[str], slim: bool) -> int:
-    """Test holmes with the newest releases of torch and all frameworks, and print what fails.
+    """Test holmes with the newest releases of torch and all frameworks, and print the failures.
 
     The releases are installed into a new Python environment in build/matrix. A feature of holmes is
     off there if one of its patches does not fit the installed framework.

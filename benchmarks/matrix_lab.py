@@ -68,9 +68,10 @@ def run(
     Args:
         compared: The variants, such as the script without and with holmes.
         script: The training script and its arguments.
-        classes: Name of one class, the transformer layer. Its instances sleep as long as a GPU
-            would compute.
+        classes: Name of the class of transformer layers. Its instances sleep as long as a GPU would
+            compute.
         flops: FLOP/s of an emulated GPU.
+        repetitions: Runs of each variant.
         preload: Modules that are imported once for all ranks.
         accelerator: Further settings of the emulated GPU.
 

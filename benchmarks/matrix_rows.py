@@ -1,6 +1,6 @@
-"""Lists the combinations of versions with which benchmarks/matrix.py tests holmes, and the tests of each.
+"""Lists the combinations of versions that benchmarks/matrix.py tests holmes with, and their tests.
 
-A combination is called a row, since it is one row of a table in docs/versions.md. There is a table for each
+A combination is called a row, since it is a row of a table in docs/versions.md. There is a table for each
 kind of row:
 
     torch        versions of torch
@@ -22,7 +22,7 @@ CASES = ("deepspeed", "megatron-core", "Trainer", "FSDP2", "Megatron-DeepSpeed")
 class Row:
     """Combination of versions that matrix.py installs, and the tests that it then runs.
 
-    It is one row of a table in docs/versions.md, and not harness.Row, which is one measured value.
+    It is a row of a table in docs/versions.md. (A harness.Row is something else: a measured value.)
     """
 
     name: str
@@ -40,11 +40,8 @@ class Row:
     #: The same for `make old-versions`, which runs often: a few tests that take minutes.
     few: tuple[str, ...] = ()
     lab: tuple[str, ...] = ()  # names from CASES
-    nccl: tuple[
-        str, ...
-    ] = ()  # tests over NCCL on emulated GPUs, which emulate the runtime of CUDA 13
-    #: torchtitan and its packages, which are installed into a separate folder (requirements/torchtitan.txt
-    #: gives the reason).
+    nccl: tuple[str, ...] = ()  # tests over NCCL on emulated GPUs, with the runtime of CUDA 13
+    #: torchtitan and its packages, for a separate folder (requirements/torchtitan.txt gives the reason).
     torchtitan: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -99,7 +96,7 @@ FEW_MEGATRON = (
     "-k",
     "every_split or leave_ethernet or built_once",
 )
-#: Tests of a pair: the losses of each engine, and what one framework can break in another.
+#: Tests of a pair: the losses of each engine, and faults that a framework can cause in another.
 FEW_PAIR = (FEW_DEEPSPEED[0], "integration_tests/megatron/test_core.py", SCRIPT_TESTS[-1])
 PAIR_TESTS = (
     "tests/patches",
@@ -129,7 +126,7 @@ ALL = ("torch", "deepspeed", "megatron-core", "transformers", "lightning")
 def _pair(name: str, torch: str, *packages: str, **more) -> Row:
     """Return a row: one version of torch with several frameworks that were released at that time.
 
-    matrix.py installs such a combination, and tests what one framework can break in another.
+    matrix.py installs such a combination, and tests whether a framework breaks another.
 
     Args:
         name: Name of the row.
@@ -156,8 +153,8 @@ def _torch(version: str, packages: tuple[str, ...]) -> Row:
     """Return a row: one version of torch, with the tests that matrix.py runs with it.
 
     All versions run the tests. Training jobs on emulated clusters (Row.lab) take long, and run only
-    with the oldest, a middle and the newest version. Tests over NCCL (Row.nccl) use emulated GPUs,
-    which have the runtime of CUDA 13. One version of torch with CUDA 13 runs them.
+    with the oldest, a middle and the newest version. Tests over NCCL (Row.nccl) use emulated GPUs with the
+    runtime of CUDA 13. A single version of torch with CUDA 13 runs them.
 
     Args:
         version: Version of torch.
@@ -299,8 +296,8 @@ ROWS = {
         *map(_megatron, ("0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1")),
         *(_megatron(version, f"core_v{version}") for version in ("0.17.1", "0.18.2", "0.19.0")),
         _megatron("0.20.0", "main"),
-        # with its dependency torchvision (any will do: a GPT does not use it), and without,
-        # which holmes serves
+        # with its dependency torchvision (any will do: a GPT does not use it), and without: holmes serves
+        # that, too
         _pretrain("0.18.9", "torchvision==0.16.0"),
         _pretrain("0.19.8"),
     )
@@ -329,8 +326,8 @@ NEXT_TORCHTITAN = (
     "spmd_types",
     "torch_checkpointing",
 )
-#: The newest version of everything, which is no row of the table: `make matrix NEXT=1` runs it.
-#: nltk is what Megatron-DeepSpeed's tools/preprocess_data.py imports.
+#: The newest version of everything. It is no row of the table: `make matrix NEXT=1` runs it.
+#: Megatron-DeepSpeed's tools/preprocess_data.py imports nltk.
 NEXT = Row(
     "next",
     "next",

@@ -53,8 +53,8 @@ def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
     Args:
         kind: The table: "pair", "torch", "deepspeed" or "megatron" (see matrix_rows.py). Or "few":
             the rows in FEW, without their packages.
-        figures: All results. Each is one value: its `case` is the name of a row, its `metric` says
-            what was measured, such as "tests passed".
+        figures: All results. Each is a single value: its `case` is the name of a row, its `metric`
+            is the name of the value, such as "tests passed".
         about: Name of a row -> {"parts": part of the tests -> date on which it ran}. For example
             {"torch 2.6.0": {"parts": {"check": "2026-01-02", "lab": "2026-01-03"}}}; the parts are
             "check", "tests", "lab" and "nccl".
@@ -81,8 +81,8 @@ def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
 def _name(row: Row) -> str:
     """Return the first cell of a row: its name, and for a pair also the versions that are combined.
 
-    A pair is a combination of versions of two packages that are tested together, such as one torch
-    with one DeepSpeed. All other rows have a name that says enough.
+    A pair is a combination of versions of two packages that are tested together, such as a torch
+    with a DeepSpeed. All other rows have a name that says enough.
     """
     if row.kind != "pair":
         return _title(row.name)

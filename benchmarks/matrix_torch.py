@@ -1,9 +1,9 @@
 """Installs the CUDA build of torch for CPUs without the large CUDA libraries (matrix.py --slim).
 
 torch's libraries are linked with cuBLAS, cuDNN, NCCL and others, and do not load if one of these is
-missing. This module writes a small library in place of each, whose functions abort. An environment then
-has 2 GB instead of 5, and is made in a minute. The runtime (libcudart) and CUPTI, which torch calls
-without a GPU, too, are real.
+missing. This module writes a small library in place of each. Its functions abort. An environment
+then has 2 GB instead of 5, and is made in a minute. The runtime (libcudart) and CUPTI are real:
+torch calls them without a GPU, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-#: What torch asks pip for and is left out: packages of CUDA libraries, and Triton, which compiles for GPUs.
+#: Requirements of torch that are left out: packages of CUDA libraries, and Triton (it compiles for
+#: GPUs).
 LEFT_OUT = re.compile(r"^Requires-Dist: (nvidia-|cuda-|triton).*\n", re.MULTILINE)
 CUDA = re.compile(r"_*(p?nccl|cu|nv)")
 
@@ -37,7 +38,7 @@ def install(python: Path, torch: str, more: list[str]) -> None:
     (metadata,) = site.glob("torch-*.dist-info/METADATA")
     text = metadata.read_text()
     real = re.findall(r"^Requires-Dist: (nvidia-cuda-(?:runtime|cupti)[^;]*)", text, re.MULTILINE)
-    # Newer torches require one package with all libraries as extras, such as
+    # Newer torches require a single package with all libraries as extras, such as
     # cuda-toolkit[cublas,...]==13.0.
     toolkit = re.search(r"^Requires-Dist: cuda-toolkit\[[^]]*\]\s*([^;]*)", text, re.MULTILINE)
     if toolkit:

@@ -5,9 +5,9 @@
 
 Real are the script (from a copy of the checkout that tests/checkouts.py finds), its data, DeepSpeed, gloo,
 and the sockets with their limited rates. GPUs are emulated: each transformer layer sleeps as long as a GPU of
-a given FLOP/s would compute. Step times and losses are read from the script's own log.
+a given FLOP/s would compute. Step times and losses are read from the script's log.
 
-A case is one emulated site with one model. It runs in several variants, which are compared:
+A case is an emulated site with a model. Several variants of it are compared:
 
     stock                  without holmes
     holmes                 the same with holmes
@@ -123,6 +123,8 @@ def command_of(
     Args:
         checkout: The copy of Megatron-DeepSpeed that contains pretrain_gpt.py.
         micro_batches: Micro-batches of one sample that each data-parallel replica trains in a step.
+        ranks: Number of ranks.
+        steps: Training steps.
         model: The flags for the sizes of the model.
     """
     data_parallel_replicas = ranks // 2  # each has one rank per pipeline stage
@@ -161,12 +163,16 @@ def run_in_turns(
     """Run each variant of the training job once in every repetition, and return its measurements.
 
     Args:
+        case_name: Name of the case, for lines about the progress.
         variants: The job with and without holmes, or with different options, each on an emulated site.
-        command: The command line of the job, without the variant's own flags.
+        checkout: The copy of Megatron-DeepSpeed that contains pretrain_gpt.py.
+        command: The command line of the job, without the variant's flags.
         flops: FLOP/s of an emulated GPU.
         slower: All networks have 1 / slower of their speed.
-        order_of: Returns the variants in the order in which a repetition (counted from 0) runs them. The
-            order changes, so that no variant is always the first.
+        steps: Training steps of a run.
+        repetitions: Runs of each variant.
+        order_of: Returns the variants in the order of a repetition (counted from 0). The order changes, so
+            that no variant is always the first.
 
     Returns:
         By the name of the variant, the step times, losses and sent bytes of its runs.
@@ -218,8 +224,11 @@ def measure(
     Args:
         lab: The emulated nodes and networks.
         variant: The job with or without holmes: its flags, its environment and the order of its nodes.
+        checkout: The copy of Megatron-DeepSpeed that contains pretrain_gpt.py.
         command: pretrain_gpt.py and its arguments, without the variant's flags.
         flops: FLOP/s of an emulated GPU.
+        steps: Training steps.
+        series: Gets the measurements of the run.
     """
     bytes_before = lab.counters()  # of each NIC
     result = lab.run(
@@ -252,7 +261,7 @@ def case(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[Ro
 
     Args:
         name: A key of CASES, e.g. "4+4" for two clusters of 4 nodes.
-        checkout: The copy of Megatron-DeepSpeed that is trained with.
+        checkout: The copy of Megatron-DeepSpeed for the training.
         repetitions: Runs of each variant.
         steps: Training steps of a run.
     """
@@ -287,12 +296,12 @@ def case(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[Ro
 
 
 def rows_of(name: str, series: dict[str, Series], definition: Case) -> list[Row]:
-    """Return rows of the table of results, which compare the measured variants of one case.
+    """Return rows of the table of results that compare the measured variants of a case.
 
     Args:
         name: The case, e.g. "4+4".
         series: By the name of the variant, its step times and losses. "stock" ran without holmes, "all-RDMA"
-            ran without holmes on a single fast cluster, which bounds the speed of all others.
+            ran without holmes on a single fast cluster, and bounds the speed of all others.
         definition: The case, with its targets for the ratios of "holmes".
     """
     stock, bound = series["stock"], series["all-RDMA"]
@@ -337,6 +346,12 @@ def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
     The first and the last pipeline stage share GPT-2's embedding (tied weights). Two ways to reduce its
     gradient are compared: "hierarchical" is holmes's hierarchical all-reduce, and "pairs" is DeepSpeed's
     reduction between pairs of ranks.
+
+    Args:
+        source: The checkout of Megatron-DeepSpeed.
+        folder: Folder for a copy of it.
+        repetitions: Runs of each variant.
+        steps: Training steps of a run.
     """
     definition = CASES["4+4"]
     cluster_file = examples() / "clusters" / definition.cluster_file
@@ -390,7 +405,7 @@ def predicted_tied_step(spec: SiteSpec, definition: Case, hierarchical: bool) ->
 
     Args:
         spec: The emulated clusters.
-        definition: The case, which has the micro-batches of a step and the FLOP/s of a GPU.
+        definition: The case: the micro-batches of a step and the FLOP/s of a GPU.
         hierarchical: Whether the embedding's gradient is reduced by a hierarchical all-reduce, or else
             between pairs of ranks, as by DeepSpeed without holmes.
     """
@@ -420,6 +435,11 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
     Two pipeline stages exchange activations over a slow or a fast Ethernet (the "slow" and the "free" link).
     Two schedules run over each link: "holmes" keeps enough micro-batches in flight to hide the link's time,
     and "engine" is DeepSpeed's own schedule.
+
+    Args:
+        checkout: The copy of Megatron-DeepSpeed for the training.
+        repetitions: Runs of each schedule and link.
+        steps: Training steps of a run.
     """
     forward_seconds = forward_s(
         stage_links.HIDDEN, stage_links.SEQUENCE, stage_links.FLOPS

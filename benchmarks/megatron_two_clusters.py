@@ -21,7 +21,7 @@ from two_clusters import loss_row, ratio_row, step_rows
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.samples import examples
 
-#: Imported once for each cluster: eight ranks would take half a minute over it on two cores. The first one
+#: Imported once for each cluster: eight ranks would take half a minute over it on two cores. The first module
 #: serves machines without CUDA.
 PRELOAD = (
     "megatron_cpu_shim",
@@ -49,7 +49,7 @@ def case(name: str, repetitions: int, steps: int) -> list[Row]:
     Args:
         name: A key of CASES.
         repetitions: Runs of each variant.
-        steps: Training steps of a run, of which the first 3 are not measured.
+        steps: Training steps of a run. The first 3 are not measured.
     """
     # `ratio` and `bound` are the targets of holmes : stock and of holmes : all-RDMA.
     file, micro_batches, flops, (flags, holmes_flags), ratio, bound = CASES[name]

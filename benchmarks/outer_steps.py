@@ -42,7 +42,7 @@ class OuterAdamW(DiLoCo):
         """Update the anchor weights (those after the last outer step) of a fragment in place.
 
         Args:
-            momentum: First moment of the fragment, which is updated in place.
+            momentum: First moment of the fragment. It is updated in place.
             gradient: Mean pseudo-gradient of the jobs.
             mu: First beta of AdamW.
             gap, matrices: Not used.
@@ -83,7 +83,7 @@ class Warm(DiLoCo):
         experiment cannot add a setting, and DiLoCo does not use `clip`.
 
         Args:
-            momentum: Momentum of the fragment, which is updated in place.
+            momentum: Momentum of the fragment. It is updated in place.
             gradient: Mean pseudo-gradient of the jobs.
             mu: Momentum after the warm-up.
             gap: Divisor for an outdated pseudo-gradient; 1: it counts in full.

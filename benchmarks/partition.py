@@ -15,11 +15,11 @@ engine (pipeline 2 x data 2) and an emulated accelerator. The cases:
 Each partition runs from a plan.json. Equal partitions are one run. Three predictions are compared with
 the measured step:
 
-    (no name)       simulated, with the CPU time of DeepSpeed's own code (Python, torch's operators,
+    (no name)       simulated, with the CPU time of DeepSpeed's code (Python, torch's operators,
                     gloo). It was fitted to other runs on the same kind of machine
                     (results/prediction_measured.json).
     numbers alone   the prediction of the plan, from the GPU's FLOP/s and the emulated rates alone.
-                    It does not contain the CPU time of DeepSpeed's own code.
+                    It does not contain the CPU time of DeepSpeed's code.
     by profile      from a profile of the uniform partition at the middle number of micro-batches, as
                     `holmes tune`
 
@@ -157,8 +157,10 @@ def plan_of(case: Case, model: Model, method: str, spec: SiteSpec) -> PartitionP
 
     Args:
         case: `overlap`: whether gradient reductions overlap with the backward pass.
+        model: The model, with the costs of its layers.
         method: "uniform": equally many layers. "speed": layers in proportion to the speed of each
             stage. "balanced": the division with the shortest predicted step.
+        spec: The clusters of the case.
     """
     plan = build_plan(
         site_from_spec(spec),
@@ -344,13 +346,15 @@ def rows_of(
 
     For each method of dividing the layers, there are the measured step and three predictions:
 
-        predicted METHOD                   a simulation with the CPU time of DeepSpeed's own code
+        predicted METHOD                   a simulation with the CPU time of DeepSpeed's code
         predicted METHOD, numbers alone    the plan's prediction, without this CPU time
         predicted METHOD by profile        from measured times of the layers
 
     Further rows have errors, ratios of the methods, and the noise.
 
     Args:
+        case: The clusters.
+        configuration: The model and the number of micro-batches, with the plans and runs.
         series: Measurements by the name of the variant.
         profile: Measured times of the layers, for the configuration's number of micro-batches.
     """
@@ -395,7 +399,7 @@ def rows_of(
 
 @cache
 def _overheads() -> prediction.Overheads:
-    """Return the CPU seconds of DeepSpeed's own code, beside the emulated GPU's time.
+    """Return the CPU seconds of DeepSpeed's code, beside the emulated GPU's time.
 
     They are fitted to measured steps of other DeepSpeed jobs, so that simulated steps equal them:
     seconds of each forward or backward pass of a block (the framework's Python code), for each
@@ -405,12 +409,13 @@ def _overheads() -> prediction.Overheads:
 
 
 def simulate_with_cpu_time(case: Case, model: Model, plan: Plan, split: tuple[int, ...]) -> float:
-    """Return the simulated seconds of a step, including the CPU time of DeepSpeed's own code.
+    """Return the simulated seconds of a step, including the CPU time of DeepSpeed's code.
 
     That CPU time was fitted to other runs of DeepSpeed on the same kind of machine.
 
     Args:
         case: The networks, and the speed of the GPUs of cluster b relative to those of cluster a.
+        model: The model, with the costs of its layers.
         plan: The order of the nodes, and the micro-batches in flight.
         split: Transformer blocks of each stage.
     """
@@ -468,7 +473,7 @@ def predicted_anew(file: Path) -> list[Row]:
     """Return the rows of a results file, with two new predictions after each measured step.
 
     A metric is named "predicted METHOD" + suffix. The new predictions are the simulation with the
-    CPU time of DeepSpeed's own code (suffix ""), and the plan's own prediction from FLOP/s and
+    CPU time of DeepSpeed's code (suffix ""), and the plan's prediction from FLOP/s and
     network rates alone (suffix ", numbers alone"). Predictions from measured times of the layers
     (suffix " by profile") stay as they are, because those times are not in the file.
     """
@@ -513,7 +518,10 @@ def predict_from_profile(case: Case, plan: Plan, split: tuple[int, ...], profile
     """Return the seconds of a step, predicted from the profile of the uniform partition.
 
     Args:
+        case: The clusters.
+        plan: The plan, with the order of the nodes.
         split: Layers of each stage.
+        profile: Measured times of the layers.
     """
     network = Network(Site.from_dict(profile.site))
     placement = network.placement(plan.nodes, profile.sizes)
@@ -560,7 +568,7 @@ def error_rows(
 ) -> list[Row]:
     """Return rows with predicted steps and their errors.
 
-    Predictions without the CPU time of DeepSpeed's own code ("numbers alone") have no target: they
+    Predictions without the CPU time of DeepSpeed's code ("numbers alone") have no target: they
     are too short by that time.
 
     Args:
@@ -568,7 +576,7 @@ def error_rows(
         method: The method of partitioning.
         measured: The measured step, in seconds.
         predictions: Predicted seconds. The key is the end of the metric's name: "" with the CPU
-            time of DeepSpeed's own code, ", numbers alone" without it, " by profile" from measured
+            time of DeepSpeed's code, ", numbers alone" without it, " by profile" from measured
             times of the layers.
     """
     rows = []

@@ -22,7 +22,7 @@ Every step sleeps as long as an accelerator would compute (--pace). The results:
     tokens/s      of both jobs. This and exposed count from step 40 on.
     loss          of the jobs' mean weights, on text that no job has read
     killed        One job is killed (kill -9) after a third of the steps and started again at once. The
-                  result is what the other job loses: its next --after seconds, less its usual seconds for
+                  result is the loss of the other job: its next --after seconds, less its usual seconds for
                   the steps that it made in them. It is below 0 if the other job was faster than usual. A
                   second result is the seconds until the killed job trains again.
 """
@@ -52,7 +52,7 @@ from holmes_ext.cluster.spec import parse_spec
 
 JOB = str(Path(__file__).with_name("peers_job.py"))
 NODES = {"east": "a0", "west": "b0"}  # job -> its node
-PORT = 29510  # of the server through which the jobs of a library find each other
+PORT = 29510  # of the server where the jobs of a library find each other
 TOKENS = BATCH * SIZE["sequence"]
 CASES = ("train", "killed")
 #: First steps whose exposed seconds and tokens/s do not count, because the jobs meet in them.
@@ -81,7 +81,7 @@ WAYS = {
 
 
 class Meeting(NamedTuple):
-    """Running server through which two jobs find each other, before they exchange weights.
+    """Running server where two jobs find each other, before they exchange weights.
 
     It is holmes' coordinator (`holmes join serve`), torchft's lighthouse, or the first peer of hivemind's
     distributed hash table.
@@ -93,9 +93,10 @@ class Meeting(NamedTuple):
 
 @contextlib.contextmanager
 def server_of(lab: Lab, way: Way, python: str) -> Iterator[Meeting]:
-    """Start the server through which the jobs of a library find each other.
+    """Start the server where the jobs of a library find each other.
 
     Args:
+        lab: The emulated nodes.
         way: The library and its settings.
         python: Interpreter that has the library.
     """
@@ -107,7 +108,7 @@ def server_of(lab: Lab, way: Way, python: str) -> Iterator[Meeting]:
         yield Meeting("")
     else:
         lines: list[str] = []
-        address = lab.nodes[0].address  # of the node of the job "east", on which the server runs
+        address = lab.nodes[0].address  # of the node of the job "east"; the server runs there
         command = [python, JOB, "--library", library, "--serve", "--where", f"{address}:{PORT}"]
         job = lab.start(
             command,
@@ -123,8 +124,7 @@ def server_of(lab: Lab, way: Way, python: str) -> Iterator[Meeting]:
             )
             announced = next(line for line in lines if "jobs meet at" in line).split()[-1]
             # torchft listens at the address that it was given, but announces a URL with a host
-            # name. hivemind chooses its address itself: only the announced one is known to be
-            # right.
+            # name. hivemind chooses its address itself: only the announced address is known to be right.
             yield Meeting(f"{address}:{PORT}" if library == "torchft" else announced)
         finally:
             job.kill()
@@ -133,7 +133,10 @@ def server_of(lab: Lab, way: Way, python: str) -> Iterator[Meeting]:
 
 @dataclass(frozen=True)
 class Run:
-    """Two jobs on two emulated nodes that train with one seed, joined by one library."""
+    """Training run of the two jobs "east" and "west" on two emulated nodes, joined by one library.
+
+    start() starts a job, or starts it again. log(), steps() and sent() read its log and the NICs.
+    """
 
     lab: Lab
     python: str  # interpreter that has the library
@@ -222,7 +225,7 @@ def train_both_jobs(run: Run) -> dict[str, float]:
         "bytes": sent by both nodes in a step. "exposed": seconds of communication that a step waits
         for. It is the mean of how much longer optimizer.step() takes than its median over the
         steps. "rate": tokens per second of both jobs. "loss": in nats, of the jobs' mean weights;
-        of jobs that do not join, the loss of the first one.
+        of jobs that do not join, the loss of the first job.
     """
     steps = run.args.steps
     sent_before = run.sent()
@@ -251,7 +254,7 @@ def train_both_jobs(run: Run) -> dict[str, float]:
 
 
 def kill_one_job(run: Run) -> dict[str, float]:
-    """Kill the job "west" after a third of its steps, start it again, and measure what that costs.
+    """Kill the job "west" after a third of its steps, start it again, and measure the cost.
 
     Returns:
         "lost": seconds of training that the other job lost. "back": seconds until the killed job trained
@@ -286,9 +289,11 @@ def run_once(case: str, lab: Lab, python: str, way: Way, seed: int, args: Any) -
     """Run both jobs of a case once, with their server, and return the measurements by name.
 
     Args:
-        case: "train": both jobs train to the end. "killed": one job is killed and started again.
+        case: "train": both jobs train to the end. "killed": a job is killed and started again.
+        lab: The emulated nodes.
         python: Interpreter that has the library.
         way: The library and its settings.
+        seed: Seed of the weights, and of the order of the text.
         args: Options of this program.
     """
     with (
@@ -311,7 +316,7 @@ def measure(case: str, args: Any, runs: Runs) -> list[Row]:
     """Measure a case with each way to join, and return the rows of results.
 
     Args:
-        case: "train", or "killed" for the case in which one job is killed.
+        case: "train", or "killed" for the case with a killed job.
         args: Options of this program.
         runs: Results of earlier runs.
     """

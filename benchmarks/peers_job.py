@@ -74,6 +74,7 @@ def fragments_of(gpt: nn.Module, count: int) -> list[nn.Module]:
     """Return modules that together hold all parameters of a model once (torchft's "fragments").
 
     Args:
+        gpt: The model.
         count: Number of modules.
     """
     if count == 1:
@@ -122,7 +123,7 @@ def torchft_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Opti
         }
 
     def load(saved: dict) -> None:
-        """Load the state of another job, of which torchft has received a copy: state() made it."""
+        """Load the state that state() has returned in another job. torchft has transferred it."""
         gpt.load_state_dict(saved["model"])
         inner.load_state_dict(saved["inner"])
         for optimizer, values in zip(outer, saved["outer"]):
@@ -174,7 +175,7 @@ def hivemind_dht(*known: str):
 def hivemind_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Optimizer):
     """Let a job average its weights with another job by hivemind, and yield the optimizer.
 
-    This is a context manager, which follows hivemind's quick start with local updates. The weights
+    This is a context manager. It follows hivemind's quick start with local updates. The weights
     are averaged when both jobs together have made 2 x `steps` steps. `steps` is set by the option
     --settings (default: 32).
 
@@ -206,7 +207,8 @@ def settings_of(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
     """Return the settings of a library: the defaults, overridden by those in --settings.
 
     Args:
-        defaults: Name of a setting -> default, whose type converts the text.
+        defaults: Name of a setting -> default. The default's type converts the text.
+        args: Options of this program.
     """
     for part in filter(None, args.settings.split(",")):
         key, _, value = part.partition("=")
@@ -215,7 +217,15 @@ def settings_of(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Run the server at which the jobs meet, and print its address."""
+    """Run the server that the two jobs find each other through, and print its address.
+
+    It is torchft's lighthouse, or the first peer of hivemind's distributed hash table. (The server of
+    holmes, `holmes join serve`, is another program.)
+
+    Args:
+        args: Options of this program: `library` ("torchft" or "hivemind") and `where` (HOST:PORT, for
+            the lighthouse).
+    """
     if args.library == "torchft":
         from torchft.coordination import LighthouseServer
 
@@ -230,7 +240,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train one job, and write a line of JSON for each step into its log."""
+    """Train a job, and write a line of JSON for each step into its log."""
     torch.set_num_threads(1)
     if args.library == "holmes":
         import holmes_ext

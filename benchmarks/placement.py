@@ -2,7 +2,7 @@
 
     python benchmarks/placement.py --json FILE [--dtfm FOLDER --seeds 0,1,2 --trials 4900]
 
-The five cases have 64 GPUs in several places, which form 8 stages of 8 GPUs. In DT-FM's objective, every two
+The five cases have 64 GPUs in several places, and 8 stages of 8 GPUs. In DT-FM's objective, every two
 GPUs have a link of their own. It is the sum of two times:
 
 - the slowest data-parallel group of a stage
@@ -160,7 +160,7 @@ class Matrix:
         after the other, to reduce them and again to gather them. The slowest GPU decides the time.
 
         Args:
-            stage: The GPUs of a pipeline stage, which are one data-parallel group. For each GPU,
+            stage: The GPUs of a pipeline stage. They are a data-parallel group. For each GPU,
                 the index of its place (a node or cluster, whose GPUs have the same links),
                 ascending. Such as (0, 0, 1): two GPUs of place 0 and one of place 1.
         """
@@ -211,10 +211,16 @@ class Matrix:
         partner = [-1] * len(right)  # GPU of `right` -> its partner in `left`, or -1
 
         def augment(u: int, seen: set[int]) -> bool:
-            """Find a partner for GPU `u` of `left`, and return whether there is one.
+            """Search a partner in `right` for GPU `u` of `left`, along an augmenting path.
+
+            A GPU of `right` that already has a partner is taken over if that partner finds another.
+            The result is in `partner`.
 
             Args:
                 seen: GPUs of `right` that this search has already tried.
+
+            Returns:
+                Whether a partner was found.
             """
             for v in range(len(right)):
                 if v not in seen and self.pair[left[u]][right[v]] <= most:
@@ -241,10 +247,10 @@ class Matrix:
         """Return a lower bound on the cost of every placement, in seconds.
 
         The cost has two parts: the time of the slowest data-parallel group (one for each stage),
-        and twice the sum of the links between stages. Both cannot be small at once. Fast links
-        between stages need stages that are spread over the network in the same way, which makes
-        their groups slow. The function tries each possible time of the slowest group, computes the
-        smallest sum of links that goes with it, and returns the smallest cost.
+        and twice the sum of the links between stages. Both cannot be small at once. Fast links between stages
+        need stages that are spread over the network in the same way, but this makes their groups slow. The
+        function tries each possible time of the slowest group, computes the smallest sum of links that goes
+        with it, and returns the smallest cost.
         """
         gpus_of_stage = sum(self.units) // STAGES
         places = range(len(self.units))
@@ -275,8 +281,8 @@ class Matrix:
             # links above 1 and one of these above 3: (STAGES - 1) * 1 + 2 * 2 + 1 * 4.
             links_s = link_times[0] * (STAGES - 1)
             for limit, longer, bounds in zip(link_times, link_times[1:], bounds_of):
-                # The smallest number of links above the limit with which no group need be slower
-                # than slowest_group_s.
+                # The smallest number of links above the limit that lets all groups be as fast as
+                # slowest_group_s.
                 slow_links = min(
                     bound.slow_links for bound in bounds if bound.group_s <= slowest_group_s
                 )
@@ -345,11 +351,15 @@ class Matrix:
 
 
 def plan_with_holmes(site: Site, links: Links) -> tuple[SearchResult, float]:
-    """Return what `holmes plan` finds for 8 stages of 8 GPUs, and the CPU seconds of the search.
+    """Return the result of `holmes plan` for 8 stages of 8 GPUs, and the CPU seconds of the search.
 
     The sizes are fixed. The search decides which GPUs each stage has. First it looks for a good
     plan without a proof, then with_spread() adds placements that spread a stage over clusters, and
     proven() examines the rest for 30 s, to prove how far the best plan is from the optimum.
+
+    Args:
+        site: The clusters with 64 GPUs.
+        links: Links between the clusters.
     """
     begin = sum(os.times()[:4])  # CPU seconds, including those of processes that the search starts
     limits = Limits(
@@ -368,7 +378,12 @@ def plan_with_holmes(site: Site, links: Links) -> tuple[SearchResult, float]:
 
 
 def gpus_of_stages(result: SearchResult, candidate: Candidate) -> list[list[int]]:
-    """Return the numbers of the GPUs of each stage, in the order of cluster.toml."""
+    """Return the numbers of the GPUs of each stage, in the order of cluster.toml.
+
+    Args:
+        result: The planning problem, with its clusters.
+        candidate: The plan.
+    """
     site, sizes = result.network.site, candidate.placement.sizes
     index_of = {node.name: index for index, node in enumerate(site.nodes)}  # in cluster.toml
     nodes, stages = result.network.nodes(candidate.placement), [[] for _ in range(STAGES)]
@@ -405,11 +420,13 @@ def simulate_step_s(result: SearchResult, groups: list[list[int]], matrix: Matri
 
 
 def search_with_dtfm(folder: Path, case: int, seed: int, trials: int) -> dict:
-    """Return what DT-FM's search finds, from an earlier run if there is one.
+    """Return the result of DT-FM's search, from an earlier run if there is one.
 
     Args:
         folder: DT-FM's code, and the results of earlier runs.
         case: Number of the case in DT-FM's config.py.
+        seed: Seed of the search.
+        trials: Trials of the search.
 
     Returns:
         The keys are "groups" (GPUs of each stage), "cost", "seconds", "cpu_seconds" and "trials".
@@ -426,7 +443,7 @@ def search_with_dtfm(folder: Path, case: int, seed: int, trials: int) -> dict:
 
 
 def cost_by_dtfm(folder: Path, case: int, groups: list[list[int]]) -> float:
-    """Return the cost of a placement by DT-FM's own code, in seconds.
+    """Return the cost of a placement by DT-FM's code, in seconds.
 
     Args:
         folder: DT-FM's code.

@@ -2,7 +2,7 @@
 
     python benchmarks/placement_dtfm.py FOLDER CASE SEED [TRIALS]
 
-This is a process of its own, which imports DT-FM's scheduler.py unchanged. FOLDER has scheduler.py
+This is a separate process. It imports DT-FM's scheduler.py unchanged. FOLDER has scheduler.py
 and config.py of its scheduler/heuristic_evolutionary_solver. CASE is 0 to 4, as in its config.py.
 TRIALS is 4900 unless it is given. DT-FM's own seeds have no effect (`np.random.seed = ...` replaces
 a function), so they are set here.

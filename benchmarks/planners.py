@@ -9,7 +9,7 @@ CPU seconds. Its first plan that fits the memory is written as sizes, order of n
 simulated. With --lab, the plans of the 12 small cases also run in the lab. "typed" is the plan that a
 careful person would type, and random plans show what no planning achieves.
 
-Planners of Sailor's repository need a clone of it (--sailor), DT-FM's own search needs a clone (--dtfm),
+Planners of Sailor's repository need a clone of it (--sailor), DT-FM's search needs a clone (--dtfm),
 and both need an interpreter with what they import (--python).
 
 FILE keeps results, so that a run can be made in parts:
@@ -124,6 +124,7 @@ def _fitting(
 
     Args:
         grids: The plans.
+        case: The planning problem.
         skip_misfits: Whether plans that do not fit are left out. Otherwise, the first of them is an
             error.
 

@@ -57,7 +57,7 @@ from holmes_ext.samples import examples
 
 STORE = Path(__file__).parent / "results" / "prediction_measured.json"
 STEPS = 11
-SKIP = 3  # first steps, which are not measured
+SKIP = 3  # first steps, not measured
 CORES = 2  # of this machine
 ROUNDS = 5  # of the Gauss-Newton method
 TRAITS = {"deepspeed": DEEPSPEED, "megatron": MEGATRON, "plain": LOOP}
@@ -79,7 +79,7 @@ class Case:
     micro_batches: int = 4
     flops: float = 2.3e9
     virtual: int = 1
-    # The next four describe what the engine does with `flags`, for the prediction.
+    # The next four describe the effect of `flags` on the engine, for the prediction.
     overlap: str = "off"  # of gradient reductions with the last backward pass
     hierarchical: bool = False  # whether groups that span clusters use a hierarchical all-reduce
     zero: int = 0  # ZeRO stage
@@ -185,7 +185,7 @@ CASES = _cases()
 
 
 def _calibration() -> tuple[Case, ...]:
-    """Return the runs to which the CPU times of each engine's own code are fitted.
+    """Return the runs to which the CPU times of each engine's code are fitted.
 
     An engine has three such times: for each pass of a transformer block (Python, torch's
     operators), for each parameter in a step (optimizer, gradient norm), and for each step. The runs
@@ -204,7 +204,7 @@ def _calibration() -> tuple[Case, ...]:
             overlap="off",
             flags=("--no-overlap",) if engine == "plain" else (),
         )
-        # A run in which the engine's own code takes much CPU time. With four stages there are more
+        # A run in which the engine's code takes much CPU time. With four stages there are more
         # processes, and they wait for this machine's two cores. A plain loop has no stages: it gets
         # twice the layers instead.
         more_cpu_time = (
@@ -228,7 +228,7 @@ CALIBRATION = _calibration()
 
 
 class Overheads(NamedTuple):
-    """CPU seconds of an engine's own code on this machine, beside the time of the emulated GPU."""
+    """CPU seconds of an engine's code on this machine, beside the time of the emulated GPU."""
 
     block_s: float  # for each forward or backward pass of a transformer block
     parameter_s: float  # for each parameter in a step: optimizer and gradient norm
@@ -271,7 +271,7 @@ class Measured:
 
 
 def cluster_file(name: str) -> Path:
-    """Return the path of a cluster file, which is in benchmarks/ or in examples/clusters."""
+    """Return the path of a cluster file in benchmarks/ or in examples/clusters."""
     local = Path(__file__).parent / f"{name}.toml"
     return local if local.exists() else examples() / "clusters" / f"{name}.toml"
 
@@ -343,7 +343,7 @@ def measure(case: Case) -> list[float]:
 
 
 def probe(spec: SiteSpec, file: Path) -> str:
-    """Run `holmes probe` on emulated clusters, and return a cluster.toml with what it measured.
+    """Run `holmes probe` on emulated clusters, and return a cluster.toml with the measured links.
 
     The nodes are network namespaces of this machine, with links of limited rates.
 
@@ -380,8 +380,8 @@ def predict(case: Case, links: Links, overhead: Overheads) -> float:
     Args:
         case: The job.
         links: The measured links.
-        overhead: CPU seconds of the engine's own code, which the emulated GPU does not contain: for
-            each pass of a transformer block, for each parameter in a step, and for each step.
+        overhead: CPU seconds of the engine's code, in addition to the time of the emulated GPU: for each
+            pass of a transformer block, for each parameter in a step, and for each step.
     """
     block_s, parameter_s, step_s = overhead
     spec = cluster_spec(case)
@@ -431,7 +431,12 @@ def predict(case: Case, links: Links, overhead: Overheads) -> float:
 
 
 def calibrate(engine: str, measured: Measured) -> Overheads:
-    """Return the CPU seconds of an engine's own code, fitted to its calibration runs."""
+    """Return the CPU seconds of an engine's code, fitted to its calibration runs.
+
+    Args:
+        engine: "deepspeed", "megatron" or "plain".
+        measured: The measurements, with the steps of these runs (CALIBRATION).
+    """
     cases = [case for case in CALIBRATION if case.engine == engine]
     return overheads(
         cases,
@@ -441,13 +446,13 @@ def calibrate(engine: str, measured: Measured) -> Overheads:
 
 
 def overheads(cases: Sequence[Case], seconds: Sequence[float], links: Links = Links()) -> Overheads:
-    """Fit the CPU times of an engine's own code to measured steps, and return them.
+    """Fit the CPU times of an engine's code to measured steps, and return them.
 
     They are three numbers, none below 0: seconds for each pass of a transformer block, for each
     parameter in a step, and for each step. The fit minimizes the sum of the squared relative errors
     of the predicted steps. Predictions are not linear in the numbers, so the Gauss-Newton method is
-    used. Each of ROUNDS rounds linearizes the predictions around the current numbers. The best
-    numbers of this linear problem are the current ones of the next round.
+    used. Each of ROUNDS rounds linearizes the predictions around the current numbers. The best numbers of
+    this linear problem are the current numbers of the next round.
 
     Args:
         cases: The calibration runs.
@@ -487,7 +492,7 @@ def overheads(cases: Sequence[Case], seconds: Sequence[float], links: Links = Li
 def measure_missing(
     cases: Sequence[Case], measured: Measured, store: Path, until: float = inf, runs: int = 1
 ) -> None:
-    """Measure what the store does not have: networks, CPU time of sent bytes, and steps.
+    """Measure the networks, the CPU time of sent bytes and the steps that are not in the store.
 
     The networks and the CPU time of each sent byte ("hosts") are measured once for each cluster
     file. The steps of each case are measured in `runs` runs. The cases take turns.

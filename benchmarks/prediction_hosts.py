@@ -30,8 +30,8 @@ from holmes_ext.cluster.spec import SiteSpec
 SIZE = 4 * 2**20  # bytes of an all-reduce
 SECONDS = 0.8  # of a measurement
 REPETITIONS = 7
-#: Operations of a measurement: many small ones, fewer of SIZE bytes, and steps of the optimizer,
-#: which take longest.
+#: Operations of a measurement: many small operations, fewer of SIZE bytes, and steps of the optimizer (they
+#: take longest).
 SUMS, LARGE_SUMS, OPTIMIZER_STEPS = 100, 20, 5
 
 
@@ -90,7 +90,7 @@ def measure_software(spec: SiteSpec) -> dict[str, float]:
 def measure_optimizer(spec: SiteSpec) -> float:
     """Measure how much CPU time an optimizer step takes for each parameter, in seconds.
 
-    The step is one of torch's AdamW, with the norm of the gradients before it.
+    It is a step of torch's AdamW, with the norm of the gradients before it.
     """
     return _in_lab(spec, list(interleave(spec)), ["optimizer", "[]"])
 
@@ -103,8 +103,7 @@ def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
     Args:
         spec: The clusters to emulate.
         order: Nodes in the order of their ranks.
-        arguments: What to measure ("bytes", "software" or "optimizer"), and the input of this
-            measurement as JSON.
+        arguments: Name of the measurement ("bytes", "software" or "optimizer"), and its input as JSON.
     """
     with lab_for_measurements(spec) as lab:
         result = lab.run(
@@ -118,7 +117,7 @@ def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
 
 
 def rank_main(what: str, argument: list) -> None:
-    """Run a measurement as one rank, and print the result as JSON on rank 0.
+    """Run a measurement as a rank, and print the result as JSON on rank 0.
 
     Args:
         what: "bytes": CPU time of a sent byte. "software": CPU time of a message and of

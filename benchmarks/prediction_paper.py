@@ -2,7 +2,7 @@
 
 GPT 7.5B trains on 4 RoCE and 4 InfiniBand nodes of 8 A100s, with Ethernet of 25 Gb/s between the clusters.
 
-These assumptions replace what the paper does not say. Nothing is fitted to the bars:
+The paper lacks some facts. These assumptions replace them. Nothing is fitted to the bars:
 
     all                 tensor 1, pipeline 2, data 32, micro-batch 4, global batch 1536;
                         examples/models/gpt_7.5b.toml and examples/clusters/paper_4_roce_4_ib.toml as they
@@ -19,8 +19,8 @@ These assumptions replace what the paper does not say. Nothing is fitted to the 
     Holmes              as Megatron-LLaMA, but each data-parallel group on its cluster's own fabric; only the
                         pipeline crosses Ethernet
 
-Two rows each show how much hangs on what is assumed, without a target: RoCE at 0.30 of InfiniBand's rate
-(what the paper's own TFLOP/s of homogeneous clusters suggest), and micro-batches of 1.
+Two rows each show, without a target, how much depends on the assumptions: RoCE at 0.30 of InfiniBand's rate
+(as the paper's own TFLOP/s of homogeneous clusters suggest), and micro-batches of 1.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Predicts steps that benchmarks/two_clusters.py and megatron_two_clusters.py have measured earlier.
 
 Nothing is measured here. A simulated step contains the CPU time of DeepSpeed's or megatron-core's
-own code, which is fitted to the runs on a single cluster ("all-RDMA") of those results. These runs
-are not predicted. Network rates are those of the cluster files: `holmes probe` has not measured
-them.
+own code. It is fitted to the runs on a single cluster ("all-RDMA") of those results. These runs are
+not predicted. Network rates are those of the cluster files: `holmes probe` has not measured them.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Recorded:
-    """Measured step of an earlier results file, and what to simulate to predict it.
+    """Measured step of an earlier results file, and the simulation that predicts it.
 
-    What to simulate is a case of prediction.py with another `way` and `overlap`.
+    The simulation is that of a case of prediction.py with another `way` and `overlap`.
     """
 
     case: str  # name of a Case of prediction.py; `way` and `overlap` replace its values
@@ -41,7 +40,7 @@ def _recorded() -> tuple[Recorded, ...]:
     overlap of the gradient reductions, or "rdma" (without holmes, all nodes in one fast cluster).
 
     With overlap, holmes overlaps only the reductions that a rank would wait for. The simulation
-    overlaps all of them, which takes equally long.
+    overlaps all of them, and takes equally long.
     """
     results = []
     # Name in prediction.py -> name in the results of two_clusters.py.

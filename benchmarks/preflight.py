@@ -1,4 +1,4 @@
-"""Measures what a safe start costs: the preflight of 64 ranks, and the checks that run beside training.
+"""Measures the cost of a safe start: the preflight of 64 ranks, and the checks that run beside training.
 
     python benchmarks/preflight.py --json FILE
 
@@ -13,7 +13,7 @@ The cases:
                 telemetry, watchdog) is on, off, and off again, in changing order. The difference of the two
                 without it is the noise. The result is the median of the blocks' medians, and the spread is
                 their quartiles.
-    watch       CPU seconds of one look at the NICs, which happens every second
+    watch       CPU seconds of a look at the NICs. It happens every second
 """
 
 from __future__ import annotations
@@ -167,13 +167,13 @@ class BackgroundChecks:
 
 
 def healthy_main(out: str, *command: str) -> None:
-    """Run one rank of a training job in which background checks are on, off, and off again.
+    """Run a rank of a training job with background checks on, off, and off again.
 
     The checks are the watch over the NICs, telemetry and the watchdog. They are switched between
     blocks of steps, and the seconds of each step are written to a file.
 
     Args:
-        out: File for the times, which rank 0 writes.
+        out: File for the times. Rank 0 writes it.
         command: The training script and its arguments.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -211,9 +211,9 @@ def healthy_main(out: str, *command: str) -> None:
     def measure_nic_watch_and_end(*args):
         """Measure the CPU time of one check of the NICs, write all times, and end process groups.
 
-        The function replaces deepspeed.comm.destroy_process_group, which the training script calls
-        after its last step. While a job trains, a thread checks every second whether a NIC has
-        failed. The time of one check is stored as (-1, "look", seconds), beside those of the steps.
+        The function replaces deepspeed.comm.destroy_process_group: the training script calls that after its
+        last step. While a job trains, a thread checks every second whether a NIC has failed. The time of one
+        check is stored as (-1, "look", seconds), beside those of the steps.
 
         Args:
             args: For the replaced function.

@@ -7,7 +7,7 @@ schedule, without holmes, by the closed form.
 
 The speed of the kernels is the only input that is not in the publications. It is the default of
 `holmes plan`: for all runs on A100s 180 TFLOP/s, 58 % of the peak, chosen once for all of them.
-Publications give end-to-end figures such as 150 TFLOP/s, which are lower, because they include communication
+Publications give end-to-end figures such as 150 TFLOP/s. These are lower, because they include communication
 and pipeline bubbles. The interconnect is that of the publication: 8 x 200 Gb/s for NVIDIA's Selene, 4 x 100
 Gb/s for Jean Zay (BLOOM).
 
@@ -194,6 +194,14 @@ def _step_of(
     """Return the seconds of a step from published TFLOP/s, by equation 3 of arXiv 2104.04473.
 
     The equation counts every block's forward pass twice, because it is recomputed.
+
+    Args:
+        layers: Number of transformer blocks.
+        hidden: Hidden size.
+        global_batch: Sequences of a step, of 2048 tokens each.
+        gpus: Number of GPUs.
+        teraflops: TFLOP/s of each GPU, end to end.
+        vocabulary: Vocabulary size.
     """
     tokens_of_sequence = 2048
     blocks_flops = 96 * global_batch * tokens_of_sequence * layers * hidden**2
@@ -297,8 +305,8 @@ def _mlsys23() -> Iterator[PublishedRun]:
 def _bloom() -> Iterator[PublishedRun]:
     """Yield the configurations that BigScience measured on 384 A100s of 80 GB to choose that of BLOOM-176B.
 
-    They differ in the precision, the shape of the model and the parallel sizes. The first one was chosen:
-    BLOOM was trained with it.
+    They differ in the precision, the shape of the model and the parallel sizes. The first configuration was
+    chosen: BLOOM was trained with it.
     """
     # Precision, layers, hidden size, heads, tensor, pipeline, micro-batch, GiB, seconds.
     table = (
@@ -435,7 +443,7 @@ def rows_of(run: PublishedRun) -> Iterator[Row]:
 
 
 def _row(case: str, metric: str, value: float, unit: str, target: str = "") -> Row:
-    """Return the row of a single value, which was published or computed: nothing ran here.
+    """Return the row of a single value that was published or computed: nothing ran here.
 
     Args:
         case: Name of the run.
@@ -451,7 +459,7 @@ def _row(case: str, metric: str, value: float, unit: str, target: str = "") -> R
 def main() -> int:
     """Predict the chosen runs, print a table, and return the exit status.
 
-    The status is 1 if the step of a run differs by more than WITHIN from the published one, else 0.
+    The status is 1 if the step of a run differs by more than WITHIN from the published step, else 0.
     """
     arguments = parser("Compare predictions with published runs.").parse_args()
     names = chosen_cases(arguments.cases, RUNS)

@@ -8,7 +8,7 @@ node in a cluster of its own, behind a link of 20 Mb/s; the round trip between t
 messages are encrypted (TLS 1.3). All processes of the last job are killed (kill -9) several times in each
 run. The recovery lasts from the kill to the end of the job's first step after it.
 
-    2 jobs, 4 jobs           A job is one process, which this program starts again at once, as in
+    2 jobs, 4 jobs           A job is one process. This program starts it again at once, as in
                              benchmarks/peers.py.
     2 jobs async, 4 jobs async
                              The same with rounds=async.
@@ -16,7 +16,7 @@ run. The recovery lasts from the kill to the end of the job's first step after i
     2 jobs no bytecode       As "2 jobs", but Python may keep no bytecode, so that each start compiles
                              the sources of torch and holmes_ext.
     alone                    One job, so that nobody has newer weights.
-    without holmes_ext       One job that joins no others: what Python and torch need.
+    without holmes_ext       A job that joins no others, for the time of Python and torch.
 
 The processes run under SCHED_RR, so that other programs on this machine delay them little. (This program,
 which starts a job again, does not.) The rows are medians over all kills, with the smallest and the largest:
@@ -60,7 +60,7 @@ OWN = "timeout=20"
 
 @dataclass(frozen=True)
 class Case:
-    """Case of the benchmark: how many joined jobs there are, and how each of them runs.
+    """Case of the benchmark: how many joined jobs there are, and how each job runs.
 
     Joined jobs are separate training jobs that exchange weights. Each run of a case kills the last
     job several times, to measure how long it needs until it trains again.
@@ -74,7 +74,7 @@ class Case:
 
     @property
     def has_target(self) -> bool:
-        """Whether the recoveries of this case must meet TARGET.
+        """True if the recoveries of this case must meet TARGET.
 
         The other cases only show what takes the time, such as a start without the bytecode (compiled
         Python files) of earlier starts. Users' jobs have bytecode.
@@ -179,6 +179,10 @@ def kill_and_measure(run: Run, kills: int) -> list[dict[str, list[float]]]:
 
     A recovery is the time from a kill to the end of the first step after it.
 
+    Args:
+        run: The run. Its jobs are started here, and killed at the end.
+        kills: Number of kills.
+
     Returns:
         For each kill: name of a phase -> [seconds, CPU seconds].
     """
@@ -236,8 +240,8 @@ def environment_of(case: Case, code: str) -> Iterator[dict[str, str]]:
     """Provide the environment of jobs that import a version of holmes_ext.
 
     Python keeps the bytecode of a module beside its source, and compiles the source if there is none.
-    Here it keeps all bytecode in a new folder instead. So only the first start in a run compiles, and
-    no run depends on what earlier runs have compiled.
+    Here it keeps all bytecode in a new folder instead. So only the first start in a run compiles, and no run
+    depends on bytecode of earlier runs.
 
     Args:
         case: Says whether bytecode is kept. If not, each start compiles the sources again.
@@ -284,7 +288,13 @@ def run_once(case: Case, code: str, args: Any) -> list[dict[str, list[float]]]:
 
 
 def measure(name: str, args: Any, runs: Runs) -> list[Row]:
-    """Measure a case with each version of holmes_ext in turn, and return the rows of results."""
+    """Measure a case with each version of holmes_ext in turn, and return the rows of results.
+
+    Args:
+        name: A key of CASES.
+        args: Options of this program.
+        runs: Results of earlier runs.
+    """
     versions = {"": str(HERE.parent)}  # prefix of the rows -> folder; "": the current code
     if args.before:
         versions = {"before: ": str(args.before.resolve()), **versions}
@@ -299,7 +309,9 @@ def measure(name: str, args: Any, runs: Runs) -> list[Row]:
     rows = []
     for version, measured in recoveries.items():
         for phase in measured[0] if measured else ():
-            has_target = CASES[name].has_target and not version  # only the current code has one
+            has_target = (
+                CASES[name].has_target and not version
+            )  # only the current code has a target
             target = TARGET if phase == TOTAL and has_target else ""
             for position, unit in enumerate(("s", "CPU s")):
                 values = [phases[phase][position] for phases in measured if phase in phases]

@@ -90,7 +90,7 @@ def start_of_process() -> float:
 def kill_on_request(request: Path, started: float, marks: Marks) -> None:
     """Wait until a file is newer than this process, and then kill this process (SIGKILL).
 
-    This function runs in a thread of its own, and never returns.
+    This function runs in a thread, and never returns.
 
     Args:
         request: The file. benchmarks/recovery.py touches it to kill the job.
@@ -143,7 +143,12 @@ def mark_phases_of_join(marks: Marks) -> None:
 
 
 def train(args: argparse.Namespace, marks: Marks) -> None:
-    """Train without end, and log each step."""
+    """Train without end, and log each step.
+
+    Args:
+        args: Options of this program.
+        marks: Log that gets a line for each step.
+    """
     import torch
     import torch.distributed as dist
     from torch import nn

@@ -51,9 +51,9 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.samples import examples
 
 CLUSTERS = examples() / "clusters" / "two_clusters_8.toml"
-#: Case -> factor by which its networks are slower than those of the sample cluster file, and its
-#: emulated GPUs slower than the FLOP/s below. The ratio of communication to compute stays the same.
-#: The CPU work of eight nodes on the two cores of this machine becomes a smaller part of a step.
+#: Case -> factor of the slow-down of its networks (relative to the sample cluster file) and of its emulated
+#: GPUs (relative to the FLOP/s below). The ratio of communication to compute stays the same. The CPU work of
+#: eight nodes on the two cores of this machine becomes a smaller part of a step.
 SLOWER = {"overlap": 2, "pipeline": 4, "step": 4, "gather": 4}
 #: 3.1 M parameters, 6.2 MB of gradients in each of two stages. At 3e9 FLOP/s a stage computes 16 ms forward,
 #: 32 ms backward (SLOWER times as long), and its reduction takes 37 ms on InfiniBand, 46 on RoCE, 0.3 s on
@@ -100,8 +100,8 @@ def overlap(repetitions: int) -> list[Row]:
 
     Four nodes of one cluster train examples/plain_torch with and without overlap. Networks and GPUs
     are SLOWER["overlap"] times slower than in the sample cluster, so that the CPU work of this
-    machine counts less. Results are the exposed seconds of a step, for which a rank only waits for
-    its reduction, and the seconds of the reduction.
+    machine counts less. Results are the exposed seconds of a step (a rank only waits for its reduction), and
+    the seconds of the reduction.
     """
     rows, exposed, reductions = [], {}, {}
     with slower_clusters("overlap") as (_, spec), Lab(spec, realtime=True) as lab:
@@ -111,8 +111,8 @@ def overlap(repetitions: int) -> list[Row]:
                 records = run_plain_torch(
                     lab, nodes, [*flags, "--holmes"], flops=OVERLAP_FLOPS / SLOWER["overlap"]
                 )
-                # Exposed seconds of a step, for which the rank only waits for its reduction, and
-                # the seconds from the first bucket's start to the last bucket's end.
+                # Exposed seconds of a step (the rank only waits for its reduction), and the seconds from the
+                # first bucket's start to the last bucket's end.
                 exposed.setdefault(name, []).append(
                     statistics.median(record["exposed_s"] for record in records)
                 )
@@ -133,8 +133,8 @@ def step(repetitions: int) -> list[Row]:
     """Compare a flat ring with a hierarchical all-reduce in a data-parallel job over both clusters.
 
     The job is examples/plain_torch. Networks and GPUs are SLOWER["step"] times slower than in the
-    sample cluster, so that the CPU work of this machine counts less. Results are the seconds of a
-    step, those of them for which a rank only waits for its reduction (exposed), and the losses.
+    sample cluster, so that the CPU work of this machine counts less. Results are the seconds of a step, the
+    exposed seconds (a rank only waits for its reduction), and the losses.
     """
     seconds: dict[str, list[float]] = {}
     losses: dict[str, list[float]] = {}
@@ -182,6 +182,7 @@ def run_plain_torch(lab: Lab, nodes: Any, flags: list[str], flops: float) -> lis
     """Run examples/plain_torch, and return the lines of its log without the first steps.
 
     Args:
+        lab: The emulated nodes.
         nodes: Nodes in the order of their ranks.
         flags: Flags of the script. Without --holmes, gloo uses Ethernet.
         flops: FLOP/s of an emulated GPU.
@@ -212,7 +213,12 @@ def run_plain_torch(lab: Lab, nodes: Any, flags: list[str], flops: float) -> lis
 
 
 def pipeline(repetitions: int, case: str = "pipeline") -> list[Row]:
-    """Measure DeepSpeed's pipeline engine on both clusters, without and with holmes."""
+    """Compare the step times of DeepSpeed's pipeline engine without and with holmes, on both clusters.
+
+    Args:
+        repetitions: Runs of each variant.
+        case: "pipeline" (6 micro-batches) or "pipeline 8".
+    """
     with slower_clusters("pipeline") as (file, spec):
         return _pipeline(case, file, spec, repetitions)
 
@@ -227,6 +233,7 @@ def _pipeline(case: str, file: Path, spec: SiteSpec, repetitions: int) -> list[R
         case: "pipeline" (6 micro-batches) or "pipeline 8".
         file: Cluster file of `spec`.
         spec: Two clusters of 4 nodes.
+        repetitions: Runs of each variant.
     """
     order = interleave(spec)
     one_fast_cluster = all_rdma(spec)
@@ -272,7 +279,14 @@ def _pipeline(case: str, file: Path, spec: SiteSpec, repetitions: int) -> list[R
 
 
 def _ratio(case: str, series: dict[str, Series], over: str, under: str, target: str) -> Row:
-    """Return a row with the step time of the variant `over`, divided by that of `under`."""
+    """Return a row with the step time of the variant `over`, divided by that of `under`.
+
+    Args:
+        case: Name of the case in the results.
+        series: Variant -> its measurements.
+        over, under: Names of two variants.
+        target: A bound on the ratio, such as "<= 0.5"; "" if there is none.
+    """
     ratios = [a / b for a, b in zip(series[over].medians, series[under].medians)]
     busy = max(series[over].busy, series[under].busy)
     return Row.median(
@@ -423,8 +437,8 @@ def _time_reductions(
 ) -> TimedReductions:
     """Reduce 10 MiB of gradients by several methods in turn, and return their times and traffic.
 
-    Times are in seconds. The traffic is what the counted nodes sent over Ethernet in a reduction.
-    It is given as a multiple of the 10 MiB: bytes / RING_BYTES.
+    Times are in seconds. The traffic is the bytes that the counted nodes sent over Ethernet in a reduction,
+    as a multiple of the 10 MiB: bytes / RING_BYTES.
 
     Args:
         lab: The running emulated nodes.
@@ -435,7 +449,7 @@ def _time_reductions(
         counted: Nodes whose Ethernet bytes are counted.
         repetitions: Runs of each method.
     """
-    times = 4  # timed reductions of a job; a first one is not timed, but its bytes are counted
+    times = 4  # timed reductions of a job; the first is not timed, but its bytes are counted
     seconds: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(repetitions):
@@ -450,7 +464,7 @@ def _time_reductions(
             seconds[name].append(float(printed_by_rank_0[-1]))
             # Counters of a NIC are (received, sent).
             sent_bytes = sum(after[node]["eth0"][1] - before[node]["eth0"][1] for node in counted)
-            # Bytes of one reduction, in multiples of 10 MiB. The untimed first one is counted, too.
+            # Bytes of one reduction, in multiples of 10 MiB. The untimed first reduction is counted, too.
             sent[name].append(sent_bytes / (times + 1) / RING_BYTES)
     return TimedReductions(seconds, sent)
 

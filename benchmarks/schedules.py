@@ -14,7 +14,7 @@ which may be delayed. The limits of the memory are:
 
     each stage's    A stage has no more micro-batches in flight than in 1F1B.
     the fullest     Each stage may have as many micro-batches in flight as the first stage of 1F1B,
-                    which has most.
+                    since it has most.
 
 With NCCL the messages of a stage link have a fixed order (runtime/groups/receive_order.py). With gloo no
 message waits for its receiver. The lower bound holds for every schedule (planner/schedule/least.py).
@@ -38,7 +38,7 @@ CASES = {
     for ms in (20, 40, 80)
     for count in (8, 16, 32)
 }
-#: The cell that the issue asks for.
+#: Case and limit of the memory with a target.
 ASKED = "40 ms; 16 micro-batches", "the fullest"
 
 

@@ -49,7 +49,7 @@ LAYERS = 8
 MICRO_BATCHES = 16
 FORWARD_S = 0.04  # seconds of a forward pass of a stage
 STEPS = 10
-SKIP = 3  # first steps, which are not measured
+SKIP = 3  # first steps, not measured
 REPETITIONS = 2
 #: Names of the schedules.
 STOCK = "stock"
@@ -84,7 +84,7 @@ ENGINES_OF = {
 
 
 def planning_problem(framework: str) -> SearchResult:
-    """Return a planning problem in which the forward pass of a stage takes FORWARD_S seconds.
+    """Return a planning problem with stages whose forward pass takes FORWARD_S seconds.
 
     (A SearchResult is a planning problem with the plans that are found so far. Here it has none.)
 

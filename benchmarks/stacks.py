@@ -41,8 +41,8 @@ JOB = Path(__file__).with_name("stacks_job.py")
 FSDP2 = examples() / "fsdp2" / "train.py"
 #: FLOP/s of the emulated GPU at which stock's flat reduction takes half of its step.
 DDP_FLOPS, FSDP_FLOPS = 4.3e8, 2e9
-#: Variant to which one number of each prediction is fitted: the script without holmes, with all
-#: nodes in a single cluster on the fast network.
+#: Variant for the fit of one number of each prediction: the script without holmes, with all nodes
+#: in a single cluster on the fast network.
 ONE_CLUSTER = "one cluster"
 PIPELINE = examples() / "torch_pipelining" / "train.py"
 #: 2.1 MB of gradients and 10 ms of forward pass a layer: a stage's sum takes 0.27 s.
@@ -98,7 +98,13 @@ def run(
 
 
 def loss_row(case: str, series: dict[str, Series], name: str, stock: str = "stock") -> Row:
-    """Return a row with the largest difference between the losses of two variants."""
+    """Return a row with the largest difference between the losses of two variants.
+
+    Args:
+        case: Name of the case in the results.
+        series: Variant -> its measurements.
+        name, stock: Names of the two variants.
+    """
     return Row.median(
         case,
         f"{name}: largest loss difference",
@@ -113,8 +119,8 @@ def networks() -> list[Row]:
     """Measure the CPU time that communication needs on this machine, and return rows with it.
 
     It is the CPU time of a sent byte on each network, of a message, and of a parameter in an
-    optimizer step. Simulations of steps on emulated clusters need them. What
-    results/stacks_measured.json already has is not measured again.
+    optimizer step. Simulations of steps on emulated clusters need them. Results that are already in
+    results/stacks_measured.json are not measured again.
     """
     known = prediction.Networks.load()
     known.measure(CLUSTERS)
@@ -171,7 +177,7 @@ def predicted_step_rows(
 ) -> list[Row]:
     """Return rows with the simulated steps of some variants, and their errors.
 
-    One number is fitted: the CPU time of the library's own code (DDP: for each parameter; FSDP: for
+    One number is fitted: the CPU time of the library's code (DDP: for each parameter; FSDP: for
     each pass of a transformer block). It is chosen so that the simulated step of the variant
     ONE_CLUSTER, where the network is fast, equals the measured one. The steps of the other variants
     are then predicted with it.
@@ -179,7 +185,7 @@ def predicted_step_rows(
     Args:
         case: Name of the case in the results.
         series: Variant -> measurements.
-        step: prediction.data_parallel or prediction.sharded, which simulate a step. Its fourth
+        step: prediction.data_parallel or prediction.sharded. It simulates a step. Its fourth
             argument is the fitted number.
         flops: FLOP/s of an emulated GPU.
         options_of: Variant to predict -> further keyword arguments of `step`.
@@ -196,7 +202,7 @@ def predicted_step_rows(
 
 
 def one_cluster(args) -> list[Row]:
-    """Measure what holmes adds to a step of DistributedDataParallel in a single fast cluster.
+    """Measure the seconds that holmes adds to a step of DistributedDataParallel in a single fast cluster.
 
     The eight nodes are in one cluster on the fast network, where holmes cannot improve a step. Both
     variants, without and with holmes, must use that network. By itself gloo would choose Ethernet,
@@ -277,7 +283,7 @@ def predicted_collective_rows(case: str, series: dict[str, Series]) -> list[Row]
 
     The seconds are read from a message that holmes prints when a job starts. The job "hybrid"
     predicts hybrid sharding. The job "holmes" shards over all ranks, as the job without holmes
-    ("stock") does, which prints nothing. So the prediction of "holmes" is shown for "stock".
+    ("stock") does. "stock" prints nothing, so the prediction of "holmes" is shown for it.
 
     Args:
         case: Name of the case in the results.
@@ -333,11 +339,15 @@ def hybrid_sharded(args) -> list[Row]:
 def breadth_first(args) -> list[Row]:
     """Measure how many seconds gradient reductions add to a step of torch.distributed.pipelining.
 
-    Pipelines are inside clusters, and the gradients of each stage travel between them. The
-    schedules are 1F1B, breadth-first (LoopedBFS), and 1F1B in which torch waits for each reduction
-    as it does without holmes ("torch's waits"). In the variants without reductions ("nothing
-    reduced"), stages are still in DistributedDataParallel, of one rank each, so that its other
-    costs are the same.
+    Each pipeline is inside a cluster, and the gradients of each stage travel between clusters. Three
+    ways to reduce them are compared, each with a run of the same schedule that reduces nothing. The
+    difference is the result:
+
+        1F1B, breadth-first (LoopedBFS)    holmes overlaps the reductions with the passes
+        "torch's waits"                    1F1B without this overlap: torch waits for each reduction
+
+    In the runs without reductions ("nothing reduced"), each rank is in a DistributedDataParallel
+    group with no other rank. So all other costs of DistributedDataParallel stay the same.
     """
     case = "breadth first"
     spec, order, flags = emulated_clusters()
@@ -415,7 +425,7 @@ def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
 
     A step is simulated twice: with the given networks, and with an Ethernet on which messages take
     no time. Only gradient reductions use Ethernet, because each pipeline is inside a cluster. The
-    difference is what they add.
+    difference is the time of the reductions.
 
     Args:
         spec: The clusters.

@@ -1,4 +1,4 @@
-"""Trains one model (examples/trainer) with one of several stacks, on every node of benchmarks/stacks.py.
+"""Trains a model (examples/trainer) with one of several stacks, on every node of benchmarks/stacks.py.
 
     stacks_job.py ARGUMENTS OF examples/trainer/train.py --stack trainer | lightning | reducer | ddp
 

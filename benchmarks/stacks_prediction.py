@@ -8,7 +8,7 @@ step has these inputs:
     communication   CPU time that the lab needs to send a byte, to gather a byte and to send a
                     message, measured by prediction_hosts.py on the machine that runs the cases
     library         CPU time of its own code. It is fitted, for each stack, to the step without
-                    holmes on a single fast cluster, which is not predicted.
+                    holmes on a single fast cluster. That step is not predicted.
 
 `stacks.py --cases networks` makes the measurements, in results/stacks_measured.json.
 """
@@ -55,7 +55,7 @@ COSTS = {
 
 @dataclass
 class Networks:
-    """Measurements of two networks, from which the steps of benchmarks/stacks.py are predicted.
+    """Measurements of two networks, for the predicted steps of benchmarks/stacks.py.
 
     One is that of the clusters in a cluster file. In the other, named ONE_NETWORK, the same nodes
     are in a single cluster on the fast network.
@@ -93,7 +93,7 @@ class Networks:
         measured = {
             fabric: replace(link, host_s=costs[fabric]) for fabric, link in links.measured.items()
         }
-        # CPU costs of messages and collectives, which are the same on all fabrics.
+        # CPU costs of messages and collectives. They are the same on all fabrics.
         fields_of_links = {key: costs[key] for key in costs if key.startswith("host_")}
         return replace(links, measured=measured, **fields_of_links)
 
@@ -237,7 +237,7 @@ def sharded(
         way: "stock": ranks of both clusters in turn. "holmes": ranks of a cluster next to each
             other. "one cluster": all nodes in a single fast cluster.
         flops: FLOP/s of an emulated GPU.
-        block_s: CPU seconds of FSDP's own code (such as copying shards) in each forward or backward
+        block_s: CPU seconds of FSDP's code (such as copying shards) in each forward or backward
             pass of a block.
         hybrid: Whether weights are sharded inside clusters only, and replicated between them.
     """
@@ -278,7 +278,7 @@ def _step(stack_site: StackSite, way: str, flops: float, run: Execution, tied: b
         tied=tied,
     )
     costs = even_costs(forward_s(HIDDEN, SEQUENCE, flops), layers=LAYERS, stages=1, micro_batches=1)
-    # Without holmes, all messages use one network: the one that reaches all nodes.
+    # Without holmes, all messages use the network that reaches all nodes.
     only = stock_fabric(site) if way == "stock" else None
     return simulate(
         site,

@@ -25,8 +25,8 @@ The variants run in turn, and the results are medians of the repetitions' median
     engine    --holmes-inflight off: the engine's own schedule, whose sends block
     own       --holmes-inflight 0: the numbers of 1F1B
 
-Exposed are the seconds of a step for which a rank waits for its neighbours, by the telemetry of holmes,
-in excess of those with a free stage link (all ranks wait while the pipeline fills).
+Exposed are the seconds of a step that a rank waits for its neighbours, by the telemetry of holmes, in excess
+of those with a free stage link (all ranks wait while the pipeline fills).
 
 Steps are predicted by planner/simulate/step.py for the networks in cluster.toml, with the CPU seconds
 that the calibration of benchmarks/prediction_links.py found on the same machine. Rows of other cases that
@@ -92,13 +92,13 @@ ONE_CLUSTER = toml("a ib 1Gb/s a[0-3]", ethernet="1Gb/s")
 FLOPS = (
     2.39e9  # of an emulated GPU; three layers take 64 ms for a micro-batch, forward and backward
 )
-#: What a TCP connection keeps of a message whose sender goes on (gloo's send ends when the kernel has all of
-#: it).
+#: Bytes of a message that a TCP connection keeps when the sender goes on (gloo's send ends when the kernel
+#: has the whole message).
 BUFFER_BYTES = 64 * 2**10
 #: Schedule -> value of --holmes-inflight. "engine" is the engine's own schedule, whose sends block.
 #: "own" is 1F1B in holmes's stage links, whose sends do not block.
 INFLIGHT = {"holmes": "auto", "engine": "off", "own": "0"}
-#: Engine -> its example, the flag for stages, what the emulated accelerator paces.
+#: Engine -> its example, the flag for stages, layers that the emulated accelerator slows down.
 ENGINES = {
     "deepspeed": ("deepspeed_pipeline", "--stages", {"classes": ["Block"]}),
     "megatron": ("megatron_core", "--pipeline", {"classes": ["TransformerLayer"], "layout": "sbh"}),
@@ -114,7 +114,7 @@ class Case:
     #: Link between the clusters -> cluster.toml. "free": messages take next to no time. "slow": see
     #: the case. Or "as it is": a single cluster.
     stage_links: dict[str, str]
-    target: str = ""  # of a step with the slow stage link : one with the free stage link
+    target: str = ""  # of a step with the slow stage link : a step with the free stage link
     flops: float = FLOPS
     steps: int = 10
     stages: int = 2
@@ -196,7 +196,7 @@ def _prepared(case: Case, folder: Path) -> tuple[Path, list[Run]]:
 
         holmes    as many micro-batches in flight as hide the link
         engine    without holmes's schedule: that of the engine, whose sends block
-        again     "engine" again, which shows the noise; only in cases with a single link
+        again     "engine" again, to show the noise; only in cases with a single link
         own       holmes's schedule with the micro-batches in flight of 1F1B, and sends that do not
                   block; only in cases with more than two stages
 
@@ -267,7 +267,7 @@ def measured_anew(repetitions: int, name: str) -> list[Row]:
             accelerator={"flops": case.flops, **accelerator},
             on_run=lambda variant, _: tell(f"{name}: run {next(started)} of {total}: {variant}"),
         )
-        # Seconds of a step for which a rank waits for its neighbours, from holmes's telemetry.
+        # Seconds of a step that a rank waits for its neighbours, from holmes's telemetry.
         exposed = {run.variant.name: _pipeline_s(run.telemetry) for run in runs}
         predicted = predictions(case, runs, model)
     return [
@@ -297,7 +297,7 @@ def _ratios(
         series: "SCHEDULE, STAGE LINK" (such as "holmes, slow") -> measurements.
         exposed: The same key -> seconds of a step for which a rank waits for its neighbours.
     """
-    if len(case.stage_links) == 1:  # what holmes costs where nothing must be hidden
+    if len(case.stage_links) == 1:  # the cost of holmes if nothing must be hidden
         engine, again = series["engine, as it is"], series["again, as it is"]
         ours = series["holmes, as it is"]
         both = statistics.median([*engine.medians, *again.medians])
@@ -373,7 +373,7 @@ def _ratios(
 
 @cache
 def _overheads(engine: str) -> tuple[float, float, float]:
-    """Return the CPU seconds of an engine's own code, fitted to measured steps of other jobs.
+    """Return the CPU seconds of an engine's code, fitted to measured steps of other jobs.
 
     They are in addition to the time of the emulated GPU: for each forward or backward pass of a
     transformer block, for each parameter in a step (optimizer, gradient norm), and for each step.
@@ -418,7 +418,13 @@ def predicted_anew(name: str, file: Path) -> list[Row]:
 
 
 def predict(case: Case, run: Run, model_file: Path) -> float:
-    """Return the predicted seconds of a step."""
+    """Return the predicted seconds of a step.
+
+    Args:
+        case: The pipeline job.
+        run: Its schedule, and the cluster file with the stage link.
+        model_file: File of the model, for the planner.
+    """
     options, model = Options(inflight=INFLIGHT[run.schedule]), load_model(str(model_file))
     return predicted_step(
         case.engine,
@@ -448,6 +454,8 @@ def predicted_step(
     Args:
         engine: "deepspeed" or "megatron".
         spec: The clusters.
+        model: The model, with the costs of its layers.
+        sizes: Parallel sizes.
         block_forward_s: Seconds of the forward pass of a block.
         options: Options of holmes, such as the micro-batches in flight.
         cut: Whether each tensor-parallel rank sends only a slice of an activation between clusters.
@@ -479,7 +487,7 @@ def predicted_step(
         # A send ends when the kernel has the message, of which TCP keeps so many bytes.
         buffer_bytes=BUFFER_BYTES,
         # With gloo, a receiver tells the sender that it is ready. This small message waits behind
-        # the receiver's own last message on the connection.
+        # the receiver's last message on the connection.
         notices=True,
     )
     return simulate(site, plan.nodes, plan.sizes, model, execution, costs=costs).step_s
@@ -491,6 +499,7 @@ def prediction_rows(
     """Return rows with predicted steps, and their errors.
 
     Args:
+        name: Name of the case in the results.
         measured, predicted: Variant -> seconds of a step.
     """
     rows, errors = [], []

@@ -10,11 +10,11 @@ begins. One rank of a node communicates for the node (neighbours.py), and the ot
 verdict (the site and the plan, by rank 0) from it.
 
     verdict    seconds from the report of the last rank until the last rank has the verdict. All ranks share
-               the cores of this machine, so that work which nodes do at the same time is done one after the
+               the cores of this machine, so that the nodes' simultaneous work is done one after the
                other here.
     reading    seconds in which a rank reads site and plan from JSON. In a real job each rank has its own
                cores.
-    bytes      bytes on the loopback of the namespace: what rank 0 would send and receive
+    bytes      bytes on the loopback of the namespace: of the messages of rank 0
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TIMEOUT_S = 300.0
 
 
 def report(rank: int, world: int) -> dict:
-    """Return what a rank tells rank 0 at the start of a job, of the size of a real report.
+    """Return the report of a rank to rank 0 at the start of a job, of the size of a real report.
 
     Returns:
         "node", "identity" (of its boot), "local_rank", and "agreed": settings that must be the same
@@ -234,10 +234,10 @@ def rank0_main(world: int) -> None:
     port, request = 29500, PlanRequest(Options(), Sizes(pipeline=4, tensor=8))
 
     def decide(reports, nodes):
-        """Return what rank 0 sends all ranks: the site, the plan, and lines for the user.
+        """Return the message of rank 0 to all ranks: the site, the plan, and lines for the user.
 
         Args:
-            reports: What each rank has reported, by its number. Not needed here.
+            reports: The report of each rank, by its number. Not needed here.
             nodes: The nodes that the ranks have reported, with their NICs.
         """
         site, plan = request.make_plan(nodes)
@@ -280,7 +280,7 @@ def loopback_bytes() -> int:
 def main() -> int:
     """Measure how fast all ranks of a large job agree on a plan, and write the rows of results.
 
-    Each run is a process of its own (--rank0 RANKS), in a network namespace of its own: its
+    Each run is a separate process (--rank0 RANKS), in a network namespace of its own: its
     loopback interface then carries nothing but this run, and its bytes can be counted.
     """
     from harness import Row, chosen_cases, finish, parser, tell

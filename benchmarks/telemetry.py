@@ -1,11 +1,11 @@
-"""Measures what telemetry and watchdog of holmes cost a step.
+"""Measures the cost of telemetry and watchdog of holmes in a step.
 
     python benchmarks/telemetry.py --json FILE [--cases operation,2+2,turns] [--repetitions 5] [--steps 14]
 
 The cases:
 
-    operation  one small operation over gloo in one process: what the patched methods of torch's process
-               groups add
+    operation  a small operation over gloo in one process: the cost of the patched methods of torch's process
+               groups
     2+2        the case 2+2 of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator), with and
                without both in turn
     turns      The same case, where telemetry records every second step of a run (telemetry_turns.py).
@@ -68,7 +68,12 @@ def two_and_two() -> tuple[Case, SiteSpec, tuple[str, ...]]:
 
 
 def steps(repetitions: int, count: int) -> list[Row]:
-    """Compare steps with neither telemetry nor watchdog, with both, and with neither again (the noise)."""
+    """Compare steps with neither telemetry nor watchdog, with both, and with neither again (the noise).
+
+    Args:
+        repetitions: Runs of each variant.
+        count: Training steps of a run.
+    """
     case, spec, flags = two_and_two()
     with tempfile.TemporaryDirectory() as directory:
         variants = [
@@ -126,10 +131,10 @@ def steps(repetitions: int, count: int) -> list[Row]:
 
 
 def turns(repetitions: int, count: int) -> list[Row]:
-    """Measure what telemetry adds to a step, by recording only every second step of a training run.
+    """Measure how much telemetry adds to a step, by recording only every second step of a training run.
 
     Steps that are recorded are compared with the other steps of the same run. Differences between
-    runs thus do not count. A run in which no step is recorded shows the noise.
+    runs thus do not count. A run without any recorded step shows the noise.
 
     Args:
         repetitions: Runs with telemetry, and as many without it.
@@ -152,7 +157,7 @@ def turns(repetitions: int, count: int) -> list[Row]:
         )
 
     def added(measured: Series) -> list[float]:
-        """Return for each run what the recorder adds to a step, as a part of it.
+        """Return for each run the time that the recorder adds to a step, as a part of the step.
 
         The recorder is on in every second step, from step 0 on.
         """
@@ -188,7 +193,7 @@ class SmallJob(NamedTuple):
 
 
 def operation(repetitions: int) -> list[Row]:
-    """Measure what holmes adds to a small operation: an all-reduce of 16 bytes in one process.
+    """Measure the time that holmes adds to a small operation: an all-reduce of 16 bytes in one process.
 
     holmes patches the methods of torch's process groups, so that a recorder can time them. The
     variants:
@@ -229,13 +234,13 @@ def operation(repetitions: int) -> list[Row]:
 
 
 def main() -> int:
-    """Measure what telemetry and watchdog cost, and print and write the table of results.
+    """Measure the cost of telemetry and watchdog, and print and write the table of results.
 
     The cases:
 
         operation    a small all-reduce in one process, with and without the patched methods
         2+2          steps of a job on two clusters of two nodes, with and without both
-        turns        steps of a single run, of which every second one is recorded
+        turns        steps of a single run; every second step is recorded
     """
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=5)

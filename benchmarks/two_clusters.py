@@ -186,8 +186,14 @@ def step_rows(case: str, by_variant: dict[str, Series]) -> list[Row]:
 def two_clusters(case: Case, repetitions: int, steps: int) -> list[Row]:
     """Measure a case in its variants, and return the rows of results.
 
-    The variants are stock, holmes and all-RDMA. A case with targets also has holmes without overlap, and
-    stock again, which shows the noise.
+    The variants are "stock" (without holmes), "holmes" (the same with holmes), and "all-RDMA" (without
+    holmes on a single InfiniBand cluster: nothing can be faster). A case with targets has two more:
+    holmes without overlap, and stock again, to show the noise.
+
+    Args:
+        case: The emulated clusters, the job and its targets.
+        repetitions: Runs of each variant.
+        steps: Training steps of a run.
     """
     file = examples() / "clusters" / case.file
     spec = load_spec(file)
@@ -256,7 +262,7 @@ def two_clusters(case: Case, repetitions: int, steps: int) -> list[Row]:
 
 
 def control(repetitions: int, steps: int) -> list[Row]:
-    """Measure what holmes adds to a step on a single fast cluster, where it has nothing to improve.
+    """Measure the seconds that holmes adds to a step on a single fast cluster, where it can improve nothing.
 
     The eight nodes are in one cluster on the fast network. Both variants, without and with holmes,
     must use that network. By itself gloo would choose Ethernet, so the variant without holmes sets
@@ -345,7 +351,7 @@ def run(
 def startup(repetitions: int) -> list[Row]:
     """Measure the seconds from the launch of 8 ranks until their process group is destroyed again.
 
-    The difference with and without holmes is what holmes adds to the start.
+    The difference with and without holmes is the time that holmes adds to the start.
     """
     file = examples() / "clusters" / "two_clusters_8.toml"
     spec = load_spec(file)

@@ -1,9 +1,10 @@
-"""Runs DT-FM's own search on a case.
+"""Runs DT-FM's search on a case.
 
-DT-FM gives every two GPUs a link of their own, and all stages the same size, which its user chooses. Its
-published cases have 8 stages of as many GPUs as remain. Here the number of stages is the one nearest to 8
-with which each stage has at least two GPUs (its code fails with one). Layers are even, and the
-micro-batch is 1. Its objective contains only communication, and no step time that could be compared.
+DT-FM gives every two GPUs a link of their own, and all stages the same size, chosen by its user.
+Its published cases have 8 stages of as many GPUs as remain. Here the number of stages is as near to
+8 as possible, with at least two GPUs for each stage (its code fails with one). Layers are even, and
+the micro-batch is 1. Its objective contains only communication, and no step time that could be
+compared.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ HOW = "git clone https://github.com/DS3Lab/DT-FM; then --dtfm DIR, and --python 
 def ask(case: Case, repository: Path, python: str, limit: float) -> Answer:
     """Run the search of DT-FM (a published planner), and return its plan.
 
-    DT-FM runs in a process of its own: the program dtfm_process.py (PROCESS). This function passes
+    DT-FM runs in a separate process: the program dtfm_process.py (PROCESS). This function passes
     it a JSON file with the numbers of GPUs and stages, message sizes and links, and reads its
     answer. HOW is a hint for the user how to install DT-FM.
 
     Args:
         case: The planning problem.
         repository: A clone of DT-FM.
-        python: Interpreter that has what DT-FM imports.
+        python: Interpreter with the packages that DT-FM imports.
         limit: CPU seconds.
 
     Raises:
@@ -115,7 +116,7 @@ def cluster_of_each_gpu(case: Case) -> list[str]:
 
 
 def read(case: Case, stages: list[list[int]]) -> PlannedJob:
-    """Return DT-FM's plan as a PlannedJob, which all planners' plans are converted to.
+    """Return DT-FM's plan as a PlannedJob, the common form of all planners' plans.
 
     A PlannedJob has the transformer blocks of each stage, and the clusters of the GPUs of each of
     its replicas.

@@ -2,7 +2,7 @@
 
     python dtfm_process.py FOLDER REQUEST.json ANSWER.json
 
-This is a process of its own, which imports DT-FM's code unchanged. FOLDER has its scheduler.py and
+This is a separate process. It imports DT-FM's code unchanged. FOLDER has its scheduler.py and
 config.py. The search makes 4,900 trials, or as many as the CPU seconds of the request ("limit")
 allow.
 """
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 TRIALS = 4900  # the default of DT-FM
-PROBE = 2  # trials of a first, short search, which shows how long a trial takes
+PROBE = 2  # trials of a first, short search, to find how long a trial takes
 SEARCH_SHARE = (
     0.7  # part of the limit that the trials may take; the rest is for the start and the probe
 )
@@ -51,8 +51,8 @@ def main():
         """Run DT-FM's genetic search with a number of trials (its argument is named "trails").
 
         Returns:
-            DT-FM's result, which begins with the last population (each individual lists all GPUs,
-            stage after stage) and its costs, and the CPU seconds.
+            DT-FM's result and the CPU seconds. The result begins with the last population (each
+            individual lists all GPUs, stage after stage) and its costs.
         """
         begin = time.process_time()
         outcome = scheduler.GCMA(devices, population_size=100, trails=trials, mode="default")

@@ -45,7 +45,7 @@ class SimulatedPlan:
 
 
 class SimulatedCandidate(NamedTuple):
-    """Planning problem of a case, and one plan for it with its simulated step."""
+    """Planning problem of a case, and a plan for it with its simulated step."""
 
     problem: SearchResult
     candidate: Candidate
@@ -142,6 +142,10 @@ def simulate_candidate(case: Case, grid: Grid) -> SimulatedCandidate:
 def simulate_plan(case: Case, grid: Grid) -> SimulatedPlan:
     """Return the simulated step time of a plan, and whether it fits the memory of its GPUs.
 
+    Args:
+        case: Clusters, model and batch size.
+        grid: The plan.
+
     Raises:
         HolmesError: The engine cannot start the plan.
     """
@@ -178,8 +182,8 @@ def holmes_plan(case: Case, seconds: float) -> HolmesPlan:
 
     Args:
         case: Clusters, model and batch size.
-        seconds: Limit of the search, by the clock. The result has the CPU seconds, which are what
-            planners are compared by: other programs on this machine do not change them.
+        seconds: Limit of the search, by the clock. The result has the CPU seconds. Planners are compared by
+            these, since other programs on this machine do not change them.
     """
     begin, until = _cpu_s(), time.monotonic() + seconds
     first_look = search(planning_problem(case), seconds, rows=1, prove=False)
@@ -229,9 +233,9 @@ def careful_plan(case: Case) -> Grid:
 
 
 def _possible_sizes(case: Case) -> Iterator[Sizes]:
-    """Yield the parallel sizes with which a case can run.
+    """Yield the parallel sizes that a case can run with.
 
-    Those with the fewest ranks of a replica come first, and among them those with the fewest stages. Sizes
+    Sizes with the fewest ranks of a replica come first, and among them those with the fewest stages. Sizes
     must divide the ranks, the batch and the attention heads.
     """
     world, tensors = (

@@ -2,7 +2,7 @@
 
 Networks and accelerators are emulated as in the case, but SLOWER times slower: FLOP/s and rates are
 divided, latencies are multiplied, and the measured seconds are divided by the same factor. Which plan is
-better does not change. The work of this machine's two cores for eight nodes, which no plan considers,
+better does not change. The work of this machine's two cores for eight nodes (no plan considers it)
 becomes a smaller part of a step.
 """
 
@@ -51,8 +51,8 @@ def run(case: Case, grid: Grid) -> Run:
     """
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        # The case as holmes's planning problem, and the plan as its solution, from which files are
-        # made.
+        # The case as holmes's planning problem, and the plan as its solution. Files are made from
+        # these.
         result, simulated = simulate_candidate(case, grid)
         cluster, plan, config = (
             folder / "cluster.toml",
@@ -69,7 +69,7 @@ def run(case: Case, grid: Grid) -> Run:
             cluster=str(cluster),
             plan=str(plan),
         )["deepspeed"]
-        if launch.lacks:  # what the plan needs and DeepSpeed does not have
+        if launch.lacks:  # features that the plan needs and DeepSpeed lacks
             raise HolmesError(f"DeepSpeed cannot: {', '.join(launch.lacks)}")
         config.write_text(json.dumps(launch.config))
         flags = tuple(str(config) if flag == "ds_config.json" else flag for flag in launch.flags)
@@ -100,7 +100,7 @@ def case_accelerator(case: Case) -> dict:
 
 @cache
 def _stock_losses(case: Case, data: int, micro_batch: int) -> list[float]:
-    """Return the losses of DeepSpeed without holmes, with which the losses of a plan are compared.
+    """Return the losses of DeepSpeed without holmes, to compare the losses of a plan with.
 
     Only the losses count, so the job is as fast as it can be: without a pipeline, in one fast
     cluster, and without an emulated GPU. Each data-parallel rank reads the same samples as with the

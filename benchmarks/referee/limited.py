@@ -1,4 +1,4 @@
-"""Runs a planner in a process with a limit of CPU seconds, which other work on the machine does not shorten.
+"""Runs a planner in a process with a limit of CPU seconds: other work on the machine does not shorten it.
 
 numpy, torch and OpenMP get one thread each, so that a CPU second is a second of an idle core. A process
 that waits without computing ends after IDLE times the limit. Its memory is limited, too, because some
@@ -26,7 +26,7 @@ def run(command: Sequence[object], limit: float, root: Path, log: Path) -> None:
     Args:
         command: Program and arguments.
         limit: CPU seconds. A program that only waits is ended after ten times as many seconds.
-        root: Folder in which it runs.
+        root: Working directory.
         log: File for its output.
 
     Raises:

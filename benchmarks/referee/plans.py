@@ -7,7 +7,7 @@
 A grid of ranks (plan/sizes.py) has one tensor-parallel and one data-parallel size for all stages, and
 uses whole nodes. `gridded` finds the nearest plan of this kind: with the same stages if their number
 divides the ranks, with the tensor-parallel size of most GPUs, and with each GPU in the cluster that the
-planner chose, as far as nodes stay whole. It records what it changed.
+planner chose, as far as nodes stay whole. It records its changes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Grid:
     """Plan that a training engine can run: its ranks form a grid pipeline x tensor x data.
 
     All stages have the same tensor-parallel and data-parallel size. Of every node, all GPUs are
-    used or none. gridded() makes such a plan from one that may be less regular.
+    used or none. gridded() makes such a plan from a plan that may be less regular.
     """
 
     sizes: Sizes
@@ -97,7 +97,7 @@ def gridded(plan: PlannedJob, site: Site, blocks: int, batch: int) -> Grid:
         tensor size    that of most GPUs
         clusters       those of the plan's GPUs, as far as nodes stay whole
 
-    `changed` of the result says what differs from the plan.
+    `changed` of the result lists the differences from the plan.
 
     Args:
         plan: The plan of a planner.
@@ -159,8 +159,8 @@ def _whole_nodes(plan: PlannedJob, site: Site, changed: list[str]) -> tuple[str,
     """Return whole nodes for the GPUs of a plan, in the order of the plan's GPUs.
 
     A planner may put GPUs of two clusters next to each other, but a node is in one cluster. So the
-    GPUs are taken in groups of a node's size. Each group gets a free node of the cluster that the
-    planner wanted for most of its GPUs, or of another cluster if that one has no free node.
+    GPUs are taken in groups of a node's size. Each group gets a free node of the cluster that the planner
+    wanted for most of its GPUs, or of another cluster if that cluster has no free node.
 
     Args:
         plan: The plan, with the cluster of each GPU.
@@ -223,18 +223,17 @@ def shared_out(weights: Sequence[float], blocks: int) -> tuple[int, ...]:
 
 
 def _resampled(values: Sequence[int], count: int) -> list[float]:
-    """Return how a planner's distribution of blocks looks with another number of stages.
+    """Convert a planner's distribution of blocks to another number of stages.
 
-    A plan may need another number of stages than its planner chose. The pipeline is then cut into
-    `count` parts of equally many old stages, which may be fractions of one. A new stage gets the
-    blocks of its part.
+    A plan may need another number of stages than its planner chose. The pipeline is then cut into `count`
+    parts of equally many old stages, perhaps fractions of a stage. A new stage gets the blocks of its part.
 
     Args:
         values: Number of blocks of each stage of the planner's plan.
         count: The other number of stages.
 
     Returns:
-        Blocks of each new stage, which need not be whole numbers.
+        Blocks of each new stage. They need not be whole numbers.
     """
     borders = [0.0, *accumulate(float(value) for value in values)]
 

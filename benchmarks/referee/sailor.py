@@ -31,10 +31,10 @@ LACKS = {
     "Aceso": "its profile is one of each operator of each model, pickled from a run on a GPU; a case has "
     "none",
 }
-#: Those with C++ that is compiled once for all cases (for all with GPUs of as much memory), in so many
-#: seconds.
+#: Planners with C++ code -> seconds for compiling it, once for all cases (for all with GPUs of as
+#: much memory).
 COMPILED, BUILD_S = ("SAILOR", "Galvatron"), 900.0
-#: Of Sailor's repository: what its planners import and read.
+#: Files of Sailor's repository that its planners import and read.
 CODE = "Planner", "providers", "profiling", "__init__.py"
 
 
@@ -51,9 +51,9 @@ def ask(case: Case, planner: str, sailor: Path, python: str, limit: float) -> An
 
     Args:
         case: The planning problem.
-        planner: One of PLANNERS.
+        planner: A name in PLANNERS.
         sailor: A clone of Sailor's repository.
-        python: Interpreter that has what Sailor's planners import.
+        python: Interpreter with the packages that Sailor's planners import.
         limit: CPU seconds.
 
     Raises:
@@ -97,13 +97,13 @@ def written(view: files.View, planner: str, sailor: Path, root: Path) -> dict[st
 
     The request is for sailor_process.py.
 
-    The copy has only what the planners import and read (CODE), without profiles, measurements and
-    pictures. Sailor's code reads its networks and the model from files in its own folders; they are
-    replaced.
+    The copy has only the files that the planners import and read (CODE), without profiles,
+    measurements and pictures. Sailor's code reads its networks and the model from files in its own
+    folders; they are replaced.
 
     Args:
         view: The case as the planner sees it.
-        planner: One of PLANNERS.
+        planner: A name in PLANNERS.
         sailor: A clone of Sailor's repository.
         root: Folder for the files.
     """
@@ -157,7 +157,7 @@ def profile(view: files.View, planner: str, folder: Path) -> Path:
 
     Args:
         view: The case as the planner sees it.
-        planner: One of PLANNERS.
+        planner: A name in PLANNERS.
         folder: For the file, or for all files of the profile.
     """
     file = folder / "profile.json"
@@ -207,8 +207,8 @@ def read(view: files.View, planner: str, plans: list[Mapping[str, Any]]) -> Iter
 
     Args:
         view: The case as the planner sees it.
-        planner: One of PLANNERS.
-        plans: Plans in the planner's own form.
+        planner: A name in PLANNERS.
+        plans: Plans in the planner's form.
     """
     for plan in plans:
         predicted = float(plan.get("iter_time") or plan.get("iteration_time") or 0.0)
@@ -255,9 +255,9 @@ def _stages(view: files.View, pipelines: list[Mapping[str, Any]]) -> tuple[Stage
         view: The case as the planner sees it.
         pipelines: Usually one pipeline with replicas of each stage. FlashFlex has several pipelines
             that are replicas of each other. The result then has the stages and layers of the first
-            pipeline. A stage of another pipeline is a replica of the first one's stage at the same
-            relative position. (With 4 and 2 stages, numbered from 0: stage 1 of the 2 is a replica
-            of stage 2 of the 4.)
+            pipeline. A stage of another pipeline is a replica of the first pipeline's stage at the
+            same relative position. (With 4 and 2 stages, numbered from 0: stage 1 of the 2 is a
+            replica of stage 2 of the 4.)
     """
     first = pipelines[0]
     free_gpus = _FreeGpus(view)
@@ -287,7 +287,7 @@ def _blocks(view: files.View, layers: Any) -> int:
 
     Args:
         view: The case. It gives the number of all blocks.
-        layers: Numbers of layers. 0 is the embedding, and the last one is the output layer: both
+        layers: Numbers of layers. 0 is the embedding, and the last number is the output layer: both
             are no blocks.
     """
     return sum(0 < layer <= view.case.model.layers for layer in layers)
@@ -296,8 +296,8 @@ def _blocks(view: files.View, layers: Any) -> int:
 class _FreeGpus:
     """GPUs of a case that a plan has not used yet, with their clusters.
 
-    A planner names a GPU by its type and zone only, which several clusters may share. So each GPU
-    of a plan gets the next free one of this type and zone, in the order of the cluster file.
+    A planner names a GPU by its type and zone only, and several clusters may share these. So each
+    GPU of a plan gets the next free GPU of this type and zone, in the order of the cluster file.
     """
 
     def __init__(self, view: files.View):

@@ -1,12 +1,12 @@
-"""Makes the input files of Sailor's planners for a case (eth-easl/sailor: its own and the nine that it has).
+"""Makes the input files of Sailor's planners for a case (eth-easl/sailor: its planner and nine others).
 
 A profile is a table with seconds and bytes of each layer, by GPU, tensor-parallel size and micro-batch.
 Users of these planners measure it. Here it has the numbers of the case (plan/cost/model.py), so that all
-planners, holmes too, get the same costs of the layers. Layer 0 is the embedding, and the last one is the
-output layer. Sailor's code accepts only certain names of GPUs and zones, which therefore stand for those of
-the case.
+planners, holmes too, get the same costs of the layers. Layer 0 is the embedding, and the last layer is the
+output layer. Sailor's code accepts only certain names of GPUs and zones, so these stand for those of the
+case.
 
-A planner sees a case in one of three ways, as in Sailor's own scripts:
+A planner sees a case in one of three ways, as in Sailor's scripts:
 
     flat     Varuna, Piper, Galvatron: one type of GPU (the slowest), and one network (that reaches all)
     kinds    AMP, Metis, FlashFlex: at most two types of nodes. They are the clusters if there are two, else
@@ -48,7 +48,7 @@ Json = dict[str, Any]
 
 
 class GroupKey(NamedTuple):
-    """Key of a group of nodes with the same GPU type and zone, which a planner treats as equal."""
+    """Key of a group of nodes with the same GPU type and zone: a planner treats them as equal."""
 
     gpu: str
     zone: str
@@ -139,7 +139,7 @@ class View:
         return self.gpus[gpu].memory_bytes or NO_LIMIT
 
     def layers(self, gpu: str, tensor: int, micro_batch: int) -> list[Json]:
-        """Return what each layer takes on a rank: the embedding, the blocks and the output layer.
+        """Return times and sizes of each layer on a rank: the embedding, the blocks and the output layer.
 
         Args:
             gpu: Sailor's name of the GPU type.
@@ -249,7 +249,7 @@ def inside(view: View) -> Json:
 
 
 def memory_info(view: View) -> Json:
-    """Return llm_info.json, from which Sailor's planners read the sizes of the model's layers.
+    """Return llm_info.json, the file with the sizes of the model's layers for Sailor's planners.
 
     Its levels of keys are the model, the tensor-parallel size and the number of the layer. Each
     size is given in bytes, and in floats of 4 bytes.
@@ -261,7 +261,7 @@ def memory_info(view: View) -> Json:
     any_gpu = next(iter(view.gpus))  # sizes do not depend on the GPU
     for tensor in view.tensors:
         layers = view.layers(any_gpu, tensor, micro_batch=1)
-        # The input of a layer is the output of the previous one. The embedding's own output stands
+        # The input of a layer is the output of the previous one. The embedding's output stands
         # for its input.
         inputs = [layers[0]["sent"], *(layer["sent"] for layer in layers)]
         tables[str(tensor)] = {
@@ -275,8 +275,8 @@ def _sizes_of_layer(layer: Json, input_bytes: float) -> Json:
     """Return the sizes of a layer on one rank, by their names in Sailor's llm_info.json.
 
     They are the parameters ("params"), the activations that the layer receives and sends
-    ("act_input", "act_output"), and those kept for the backward pass ("act_mem"). Each has an entry
-    in bytes ("params_bytes"), and one in floats of 4 bytes ("params_floats").
+    ("act_input", "act_output"), and those kept for the backward pass ("act_mem"). Each has an entry in bytes
+    ("params_bytes"), and an entry in floats of 4 bytes ("params_floats").
 
     Args:
         layer: "parameters": their number. "sent", "kept": bytes of activations.

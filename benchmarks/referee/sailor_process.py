@@ -2,8 +2,8 @@
 
     python sailor_process.py REQUEST.json ANSWER.json [build]
 
-This is a process of its own, with an interpreter that has what Sailor imports. It imports Sailor's code
-unchanged. With `build` it only compiles what the planner needs.
+This is a separate process, with an interpreter that has Sailor's packages. It imports Sailor's
+code unchanged. With `build` it only compiles the planner's C++ code.
 
 The answer is {"plans": [...], "seconds": CPU seconds of the search} or {"error": a line}. Output of the
 planner stays on stdout.

@@ -1,6 +1,6 @@
 """Keeps the results of all planners: their metrics on each case, and medians over the cases.
 
-A row is one metric of one planner on one case, such as the simulated step of its plan. Two metrics
+A row is a metric of a planner on a case, such as the simulated step of its plan. Two metrics
 are derived from the others: the regret of a plan (how much longer its step is than that of the best
 plan of all planners, relative), and the error of a predicted step.
 """
@@ -24,7 +24,7 @@ PLANNERS = (OURS, TYPED, RANDOM, *sailor.PLANNERS, dtfm.NAME)
 TICK_S = 0.01
 #: Largest regret of a plan that counts as equally good.
 NEAR = 0.03
-#: Metrics of one planner on one case are "PLANNER: one of these".
+#: Metrics. That of a planner on a case is named "PLANNER: METRIC".
 STEP, PREDICTED, SEARCH, MISFITS, MEASURED, LOSSES, GAP = (
     "step",
     "predicted by its own model",
@@ -134,6 +134,10 @@ def regrets(table: Table, cases: list[str]) -> None:
 
     The best plan is that of the planner with the shortest step on the case. There are regrets of
     simulated steps, and of measured steps if there are any.
+
+    Args:
+        table: The results of all planners. It gets the regrets.
+        cases: Names of the cases.
     """
     for case in cases:
         for metric, regret in ((STEP, REGRET), (MEASURED, f"{REGRET}, measured")):
@@ -153,6 +157,7 @@ def over_cases(table: Table, cases: list[str]) -> list[Row]:
     simulation against runs on emulated clusters. Rows with the targets of `holmes plan` follow.
 
     Args:
+        table: The results of all planners.
         cases: Names of the cases that have been planned.
     """
     rows = []
@@ -201,6 +206,7 @@ def targets(table: Table, cases: list[str]) -> list[Row]:
     run on every case.
 
     Args:
+        table: The results of all planners.
         cases: Names of the cases that have been planned.
     """
     field, rows = {*sailor.PLANNERS, dtfm.NAME}, []  # the published planners
@@ -287,10 +293,11 @@ def _search_time_ratio(table: Table, cases: list[str], field: set[str]) -> Row:
     }
     best_other = min(regret, key=regret.__getitem__)
     ratios = [
-        # _searched_s() is the same value as a divisor, which is never 0.
+        # The divisor is _searched_s(): the CPU seconds of the search, but never 0.
         table.value(case, OURS, SEARCH) / _searched_s(table, case, best_other)
         for case in planned[best_other]
     ]
-    # In words: search time of holmes / that of `best_other`, the next best by median regret.
+    # Ratio: search time of holmes / that of `best_other`, the best published planner by median
+    # regret.
     metric = f"{OURS}: seconds of search, times those of {best_other}, next by its median regret"
     return Row.median("all", metric, ratios, unit="x", emulated=False, target="<= 0.2")

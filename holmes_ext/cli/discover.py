@@ -1,8 +1,8 @@
 """Command `holmes discover`: shows the NICs of a node, or makes a cluster.toml from a node list.
 
 The table of NICs says for each NIC whether a job would use it, and why not. With --from,
-show/sources.py reads the nodes that Slurm, Kubernetes or a hostfile list, and writes a
-cluster.toml, which describes the clusters.
+show/sources.py reads the nodes that Slurm, Kubernetes or a hostfile list, and writes a cluster.toml, which
+describes the clusters.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Exit status: 0 if at least one NIC is usable, 1 if none is, 2 on bad input.
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the parser of the command."""
+    """Add the command `discover` with its options to the parser of `holmes`."""
     parser = subparsers.add_parser(
         "discover",
         help="show the NICs of this node that a job would use",
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     real_root = os.path.realpath(args.sysfs)
     is_this_machine = real_root == "/sys"
     node = socket.gethostname() if is_this_machine else os.path.basename(real_root)
-    # --sysfs may name a copy of /sys from another machine, which may hold no IP addresses.
+    # --sysfs may name a copy of /sys from another machine, perhaps without IP addresses.
     lacks_addresses = not is_this_machine and captured_addresses(args.sysfs) is None
     nics = _mark_unused(
         read_nics(args.sysfs),
@@ -158,7 +158,7 @@ def _show_nics(screen: Screen, nics: Sequence[Nic], node: str) -> None:
             "is the default; two clusters with this prefix cannot be told apart: say which nodes belong "
             "together in cluster.toml"
         )
-    # Inside `holmes lab`, which emulates clusters on one machine: that these NICs are not real.
+    # Inside `holmes lab`, which emulates clusters on one machine: these NICs are not real.
     remark = lab_remark(os.environ)
     if remark:
         screen.line(f"note: {remark}")
@@ -271,8 +271,8 @@ def _order_by_use(nic: Nic) -> tuple[bool, bool, int, bool, int]:
     """Return a sort key that puts useful NICs first.
 
     The order is: NICs that are up, NICs that are down, NICs that no job uses (`skipped` has the reason).
-    Each of these groups is sorted by kind, in the order of KINDS. Ethernet NICs with an address precede
-    those without one. Then the NIC with the higher rate comes first.
+    Each of these groups is sorted by kind, in the order of KINDS. Ethernet NICs with an address precede NICs
+    without an address. Then the NIC with the higher rate comes first.
     """
     lacks_address = not nic.addresses and nic.kind == "ethernet"
     kind_rank = list(KINDS).index(nic.kind)

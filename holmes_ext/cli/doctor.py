@@ -76,7 +76,7 @@ _MOST_NAMED = 6
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the parser of the command."""
+    """Add the command `doctor` with its options to the parser of `holmes`."""
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine, its environment and a command, without starting a job",
@@ -127,8 +127,8 @@ def add_parser(subparsers: Any) -> None:
         metavar="S",
         help="wait S seconds for the other nodes of a launcher (default: 60)",
     )
-    # The JSON of one node is what --nodes reads: `holmes doctor --json > a0.json` on each node, then
-    # `holmes doctor --nodes *.json` on one of them.
+    # --nodes reads the JSON of each node: `holmes doctor --json > a0.json` on each node, then `holmes doctor
+    # --nodes *.json` on one of them.
     parser.add_argument(
         "--json", action="store_true", help="print JSON, for one node in the format of --nodes"
     )
@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
         raise HolmesError(
             f"{args.words[0]!r} is not an option of holmes doctor; write the command to check after --"
         )
-    words = args.words[1:]  # the training command to check, after "--"; [] without one
+    words = args.words[1:]  # the training command to check, after "--"; [] if there is none
     spec = load_spec(args.cluster) if args.cluster else None
     if args.slurm is not None:
         return _run_on_allocation(args, words, spec)
@@ -226,7 +226,7 @@ def _run_on_allocation(
     Args:
         args: Arguments of this command.
         words: The training command to check.
-        spec: Content of cluster.toml, None without one.
+        spec: Content of cluster.toml, None if there is none.
 
     Returns:
         The exit status of srun: the greatest of all nodes.
@@ -292,7 +292,7 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
     Args:
         args: Arguments of this command.
         words: The training command to check.
-        spec: Content of cluster.toml, None without one.
+        spec: Content of cluster.toml, None if there is none.
     """
     is_live = os.path.realpath(args.sysfs) == "/sys"
     has_captured_addresses = not is_live and captured_addresses(args.sysfs) is not None
@@ -392,7 +392,7 @@ def _collect_checks(
     store.set(f"doctor/{process.rank}", json.dumps(document))
     if process.rank != 0:
         return []
-    # The store lives in rank 0, which therefore reads it until every rank has reported.
+    # The store lives in rank 0, so rank 0 reads it until every rank has reported.
     documents = []
     for rank in range(process.world_size):
         try:
@@ -419,8 +419,8 @@ def _print_report(checks: Sequence[NodeCheck], differences: Sequence[Finding]) -
     first = checks[0]
     if len(checks) > 1:
         screen.table(COLUMNS, [_row_of_node(check) for check in checks])
-    # Equal findings of several nodes are printed once, with the names of the nodes. Differences
-    # between nodes are findings about no single one: "nodes compared" stands in place of a name.
+    # Equal findings of several nodes are printed once, with the names of the nodes. Differences between nodes
+    # are findings about no single node: "nodes compared" stands in place of a name.
     nodes_of_finding: dict[Finding, list[str]] = {
         finding: ["nodes compared"] for finding in differences
     }

@@ -12,7 +12,7 @@ from holmes_ext.samples import examples
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the parser of the command."""
+    """Add the command `examples` with its options to the parser of `holmes`."""
     parser = subparsers.add_parser(
         "examples",
         help="copy the documentation's scripts, cluster files and models into a new folder",

@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _process_begin() -> float:
-    """Return the moment of time.monotonic() at which this process began; now if that is not known."""
+    """Return the moment of time.monotonic() when this process began; now if that is not known."""
     now = time.monotonic()
     try:
         stat = Path("/proc/self/stat").read_text()
@@ -207,7 +207,8 @@ def commands() -> dict[str, str]:
     """Return the module of every command, in the order of `holmes --help`.
 
     Raises:
-        HolmesError: two extensions have the same command, or one has a command of holmes itself.
+        HolmesError: two extensions have the same command, or an extension has a command of holmes
+            itself.
     """
     added = extensions.commands()
     for name in _COMMANDS:
@@ -260,7 +261,7 @@ def _add_command_parser(
 
     Args:
         name: Name of the command.
-        subparsers: Parsers of the commands of `holmes`, to which one is added.
+        subparsers: Parsers of the commands of `holmes`. The parser is added to them.
     """
     module = importlib.import_module(commands()[name])
     module.add_parser(subparsers)

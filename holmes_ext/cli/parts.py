@@ -15,7 +15,7 @@ from holmes_ext import extensions
 
 
 def command_parts(command: str) -> list[ModuleType]:
-    """Import the modules that extensions add to a command, in the order in which they run.
+    """Import the modules that extensions add to a command, and return them in the order of their runs.
 
     A module has add_arguments(parser) and run(args). run() returns the exit status if it has
     handled the arguments; then no later module runs. It returns None to leave them to the next

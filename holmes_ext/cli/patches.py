@@ -41,7 +41,7 @@ COLUMNS = (
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the parser of the command."""
+    """Add the command `patches` with its options to the parser of `holmes`."""
     parser = subparsers.add_parser(
         "patches",
         help="list the changes to the frameworks, and whether they fit the installed versions",
@@ -107,7 +107,8 @@ def _show_features(fits: list[Fit]) -> None:
     by_feature = grouped((fit.patch.feature.name, fit) for fit in fits)
     installed = []
     not_installed: Counter[str] = Counter()  # package -> number of its features
-    for group in by_feature.values():  # of the functions of one feature
+    for group in by_feature.values():  # the functions of one feature
+        # If the framework is not installed, all fits are "off" and have no installed version.
         if any(fit.state != "off" or fit.installed for fit in group):
             installed.append(group)
         else:
@@ -131,13 +132,14 @@ def _show_features(fits: list[Fit]) -> None:
 def _feature_row(fits: list[Fit]) -> tuple[str, ...]:
     """Return the row of a feature in the table FEATURES.
 
-    holmes changes all functions of a feature, or none. So the row shows the state of the function
-    that fits worst, with the reason.
+    holmes changes all functions of a feature, or none. So the row shows the worst state of its
+    functions, with the reason.
 
     Args:
         fits: How each function of the feature fits the installed framework.
     """
-    # A patch for another version is not needed with the installed one, so it comes last.
+    # "other version": this function needs no patch in the installed version. The feature has that
+    # state only if it is the state of all its functions, so it comes last.
     states_from_worst = ("off", "unknown", "fits", "other version")
     worst = min(fits, key=lambda fit: states_from_worst.index(fit.state))
     feature = worst.patch.feature
@@ -170,9 +172,9 @@ def _json_of(fit: Fit) -> dict[str, Any]:
         "asked_by": feature.switch,  # option that switches the feature on
         "target": patch.target,  # the function
         "versions": feature.versions,  # supported range of the framework
-        "tried": list(feature.tried),  # versions in that range with which holmes was run
+        "tried": list(feature.tried),  # versions in that range that were run with holmes
         "read": list(feature.read),  # further ones; holmes was only compared with their source
-        "only": patch.only,  # part of the range in which this one patch is needed
+        "only": patch.only,  # part of the range that needs this patch
         "installed": fit.installed,
         "state": fit.state,
         "parameters": list(patch.parameters),

@@ -1,8 +1,8 @@
 """Command `holmes plan`: places pipeline stages, chooses networks, predicts step times.
 
 This module plans for parallel sizes that the user gives. Extensions handle the other uses of the
-command, such as the search for the best sizes: they are the "parts" of the command (cli/parts.py),
-which run first.
+command, such as the search for the best sizes: they are the "parts" of the command (cli/parts.py), and run
+first.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _STAGE_COLUMNS = (
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the parser of the command."""
+    """Add the command `plan` with its options to the parser of `holmes`."""
     summary = (
         "place pipeline stages and predict step times: now, with holmes, and with the best sizes"
     )
@@ -148,7 +148,7 @@ def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_layer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for the model, and for what the pipeline schedule overlaps and splits."""
+    """Add the arguments for the model, and for the overlaps and splits of the pipeline schedule."""
     add = parser.add_argument_group("layers of each stage").add_argument
     add("--model", metavar="FILE", help="describe the model in TOML (examples/models)")
     add("--profile", metavar="FILE", help="use times that a job measured with --holmes-profile N")
@@ -474,7 +474,7 @@ def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[_StageRow]:
         plan: The plan.
         sizes: Parallel sizes of the plan.
     """
-    # For each stage, names in the keys of a dict, which are a set that keeps its order.
+    # For each stage, names in the keys of a dict: a set that keeps its order.
     nodes: list[dict[str, None]] = [{} for _ in range(sizes.pipeline)]
     data_fabrics: list[dict[str, None]] = [{} for _ in range(sizes.pipeline)]
     link_fabrics: list[dict[str, None]] = [{} for _ in range(sizes.pipeline)]

@@ -42,7 +42,7 @@ tables. Exit status: 0 if everything was measured, 2 on bad usage, bad input or 
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the parser of the command."""
+    """Add the command `probe` with its options to the parser of `holmes`."""
     parser = subparsers.add_parser(
         "probe",
         help="measure messages and ring all-reduces on every fabric and write them to cluster.toml",
@@ -106,7 +106,7 @@ class _Measured(NamedTuple):
 
     fabrics: dict[str, MeasuredLink]  # name of a fabric -> times of messages on it
     #: Rate and latency between each pair of clusters; () if nodes of different clusters are
-    #: connected as well as nodes of one.
+    #: connected as well as nodes of the same cluster.
     cluster_pairs: tuple[MeasuredPair, ...]
 
 

@@ -75,7 +75,7 @@ class ReportTable(NamedTuple):
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the parser of the command."""
+    """Add the command `report` with its options to the parser of `holmes`."""
     parser = subparsers.add_parser(
         "report",
         help="summarize a job's step times, bandwidth, exposed communication and slowest rank",
@@ -184,10 +184,10 @@ def joined_line(row: JoinedRow) -> str:
     exchange pseudo-gradients in an outer round, as in DiLoCo.
 
     Args:
-        row: Figures of the rounds. `counted`: rounds that all jobs committed, i.e. in which they
-            applied the aggregate (called "the sum" in the line) of their pseudo-gradients.
-            `drift`: distance of this job's pseudo-gradient from the aggregate, as a share of the
-            aggregate's norm; None if no round has one.
+        row: Figures of the rounds. `counted`: rounds that all jobs committed: they then applied the
+            aggregate (called "the sum" in the line) of their pseudo-gradients. `drift`: distance of
+            this job's pseudo-gradient from the aggregate, as a share of the aggregate's norm; None
+            if no round has a drift.
     """
     line = (
         f"joined: {counted(row.rounds, 'round')}, {row.counted} of them counted; "
@@ -299,14 +299,14 @@ def _write_measured_model(job: Run, path: str) -> str:
         )
     rank = ranks_with_profile[0]
     save(path, json.dumps(rank.model, indent=1) + "\n", "the model")
-    # The last stage has no link to a next one. `stage_links` are the stages whose link was
-    # measured.
+    # The last stage has no link to a next stage. `stage_links` are the numbers of the stages whose
+    # link was measured.
     stage_link_count = len(load_profile(path).stages) - 1
-    not_measured = sorted(set(range(stage_link_count)) - set(rank.stage_links))
+    links_not_measured = sorted(set(range(stage_link_count)) - set(rank.stage_links))
     line = f"{path}: stages and stage links as measured"
-    if not_measured:
+    if links_not_measured:
         line += (
-            f"; no rank waited for the stage links after stages {some_of(not_measured)}: those times "
+            f"; no rank waited for the stage links after stages {some_of(links_not_measured)}: those times "
             "are the plan's"
         )
     return f"{line}; `holmes plan --profile {path}` takes it"
@@ -327,7 +327,7 @@ def verdict(summary: Summary) -> str:
 
     A "slow" network carries far less than its configured rate. The line names such a network if it
     costs more time in a step than waiting for the slowest rank does. If there is none, the line
-    names the network for which ranks waited longest.
+    names the network that ranks waited for longest.
     """
     rank = summary.slowest  # the rank whose own work takes longest
     line = (

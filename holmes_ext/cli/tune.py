@@ -32,7 +32,7 @@ _MOST_STEPS = 100_000
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the parser of the command."""
+    """Add the command `tune` with its options to the parser of `holmes`."""
     parser = subparsers.add_parser(
         "tune",
         help="measure a job for a few steps and write the plan for the real run",

@@ -41,7 +41,7 @@ RMEM_SHARE = 0.78
 #: Largest number of sockets that NCCL opens for a connection (its documentation: the product of
 #: NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD).
 MOST_SOCKETS = 64
-#: Sockets that one helper thread of NCCL serves in the settings that holmes proposes.
+#: Sockets that a helper thread of NCCL serves in the settings that holmes proposes.
 SOCKETS_PER_THREAD = 8
 #: A link is used well enough if TCP reaches this share of the link's rate.
 WELL_USED_SHARE = 0.9
@@ -91,7 +91,7 @@ class Shortfall:
 
     @property
     def buffer(self) -> int:
-        """Maximum socket buffer (tcp_wmem, tcp_rmem) in bytes with which TCP would fill the link.
+        """Maximum socket buffer (tcp_wmem, tcp_rmem) in bytes that would let TCP fill the link.
 
         It is rounded up to a power of two.
         """
@@ -123,8 +123,8 @@ class Shortfall:
     def mend(self) -> str:
         """Advice for the user: larger socket buffers in the kernel, or more sockets a connection.
 
-        Either lets the connection reach the link's rate (rate_bps), of which one socket reaches
-        only a part (stream_bps) with the present buffers. `buffer` is the size in bytes that would
+        Either lets the connection reach the link's rate (rate_bps). A single socket reaches only a
+        part of it (stream_bps) with the present buffers. `buffer` is the size in bytes that would
         be large enough.
         """
         # Each of the two settings is three sizes: minimum, default, maximum.
@@ -379,10 +379,10 @@ class _LocalAddress(NamedTuple):
 def egress_interface(host: str) -> str:
     """Return the network device through which this node reaches a host. No packet is sent.
 
-    If the host is this node itself, the device is the one that has the host's address. A loopback
+    If the host is this node itself, the device is that with the host's address. A loopback
     address (such as "localhost", or a host name that /etc/hosts maps to 127.0.1.1) says nothing
-    about the network. Then the device is that of the default route, or else the first one with an
-    address, where devices with link-local addresses come last. "lo" is returned only if the node
+    about the network. Then the device is that of the default route, or else the first device with
+    an address, where devices with link-local addresses come last. "lo" is returned only if the node
     has nothing but loopback.
 
     Args:
@@ -397,7 +397,13 @@ def egress_interface(host: str) -> str:
     except (OSError, UnicodeError) as error:
         raise HolmesError(f"host {host!a:.200} is unknown to this node: {why(error)}") from None
     problems = []
-    for family, _, _, _, target in targets:  # the addresses of the host, the preferred one first
+    for (
+        family,
+        _,
+        _,
+        _,
+        target,
+    ) in targets:  # the addresses of the host, the preferred address first
         try:
             names = _devices_with(_local_address(family, target), devices)
         except OSError as error:
@@ -453,7 +459,7 @@ def _devices_with(local: _LocalAddress, devices: Addresses) -> list[str]:
 
 
 def _default_interface(devices: Addresses) -> str:
-    """Return the device of the default route, or else the best one that has an address.
+    """Return the device of the default route, or else the best device that has an address.
 
     Devices whose addresses are all link-local come last, and "lo" only if there is no other.
     """

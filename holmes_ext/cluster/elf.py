@@ -125,8 +125,9 @@ class Library:
                 kind, symbol = info & 0xFFFFFFFF, info >> 32
                 base = 0 if kind in _RELATIVE else self.symbols[symbol].address
                 return base + int(addend)
-        # No relocation in the usual format has the address. It may have one in the compact format,
-        # DT_RELR. There the addend is not in the relocation, but in the file at the address itself.
+        # No relocation in the usual format has the address. There may be a relocation in the
+        # compact format, DT_RELR. There the addend is not in the relocation, but in the file at the
+        # address itself.
         (value,) = _POINTER.unpack_from(self._data, self._offset_of(address))
         return int(value)
 

@@ -1,7 +1,7 @@
-"""Defines a fabric, a network that connects some nodes, and what the names of NCCL's networks mean.
+"""Defines a fabric (a network that connects some nodes), and the meaning of NCCL's network names.
 
-A fabric is, for example, the InfiniBand of one cluster. NCCL's networks are its own, "IB" and "Socket", and
-those of network plugins, such as "Libfabric".
+A fabric is, for example, the InfiniBand of one cluster. NCCL's networks are its own, "IB" and
+"Socket", and those of network plugins, such as "Libfabric".
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 ETHERNET = "ethernet"
 #: Networks that NCCL has without a plugin, in lower case.
 BUILT_IN_NETWORKS = ("ib", "socket")
-#: Names, in lower case, under which releases of one plugin (aws-ofi-nccl) provide the same network. The
-#: plugin takes the name in NCCL_NET if it is one of them, else its first.
+#: Names, in lower case, that releases of one plugin (aws-ofi-nccl) use for the same network. The
+#: plugin takes the name in NCCL_NET if it is among them, else its first.
 _SAME_NETWORK = frozenset({"libfabric", "aws libfabric", "ofi"})
 #: Beginning of the name in the file of nccl-rdma-sharp-plugins, which changes it when it starts.
 _PROVISIONAL_NAME = "nccl rdma plugin"
@@ -62,7 +62,8 @@ def is_built_in(network: str) -> bool:
 def is_same_network(name: str, other: str) -> bool:
     """Return whether two names mean the same network. NCCL compares names without case.
 
-    "Libfabric", "AWS Libfabric" and "OFI" are names of one network in releases of aws-ofi-nccl.
+    "Libfabric", "AWS Libfabric" and "OFI" are names of the same network in releases of
+    aws-ofi-nccl.
     """
     names = {name.lower(), other.lower()}
     return len(names) == 1 or names <= _SAME_NETWORK
@@ -77,7 +78,7 @@ def kinds_of_network(network: str) -> tuple[str, ...]:
 
 
 def is_provisional(network: str) -> bool:
-    """Return whether a plugin has this name in its file only, and another one as soon as it runs.
+    """Return whether a plugin has this name in its file only, and another name as soon as it runs.
 
     nccl-rdma-sharp-plugins is called "NCCL RDMA Plugin v10", and then "IBext_v10" or "UCX".
     """

@@ -138,7 +138,7 @@ _ALIASES = {
     "RTX6000ADA": "RTX 6000 Ada",
 }
 _WORD = re.compile(r"[A-Z0-9]+")
-#: Memory in a name: "40GB", "80 GB", "144G". Not "3g.20gb", which is a slice: see _SLICE.
+#: Memory in a name: "40GB", "80 GB", "144G". Not "3g.20gb": that is a slice (_SLICE).
 _MEMORY = re.compile(r"(?<![A-Z0-9])(\d{2,3}) ?G[BI]?(?![A-Z0-9])")
 #: Memory at the end of a name that a site gave: "h100-96", "v100_32".
 _MEMORY_AT_END = re.compile(r"(?<=[A-Z0-9])[-_](\d{2,3})$")
@@ -235,7 +235,7 @@ def misspelt_model(name: str) -> str:
     """Return the known model that a name means if letters in it stand for digits, otherwise "".
 
     "A10O" means "A100", because the letter O stands for the digit 0. "B20" gives "": the most similar
-    model, B200, has one more digit, and may be another GPU than the one that is meant.
+    model, B200, has another digit, and may be another GPU than the user means.
     """
     digits = name.upper().translate(_LETTERS_LIKE_DIGITS)
     models = {model.upper().translate(_LETTERS_LIKE_DIGITS): model for model in KNOWN_GPUS}
@@ -243,7 +243,7 @@ def misspelt_model(name: str) -> str:
 
 
 def names_one_model(texts: list[str]) -> str:
-    """Return the only GPU model among words such as a node's features, "" for none or several models.
+    """Return the GPU model that words such as a node's features name, "" for none or several models.
 
     The features "ib", "hdr" and "a100-80gb" give "A100".
     """

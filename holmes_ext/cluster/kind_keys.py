@@ -1,4 +1,4 @@
-"""Checks the keys `kind`, `fabric` and `net` of a [[cluster]], which together name its fast network."""
+"""Checks the keys `kind`, `fabric` and `net` of a [[cluster]]: together they name its fast network."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_network(table: Table, kind: str, fabric: str, net: str) -> None:
     """Raise HolmesError if the keys `fabric` and `net` of a cluster do not fit its kind of NIC.
 
     Args:
-        table: The cluster's table, which shows whether a key was given.
+        table: The cluster's table. It shows whether a key was given.
         kind: Value of the key `kind`.
         fabric: Value of the key `fabric`, or its default.
         net: Value of the key `net`, "" without it.

@@ -9,8 +9,8 @@ library libnccl-net*.so with a table ncclNetPlugin_vN, whose first field is the 
     gIB                        gIB                                  RoCE of Google Cloud
     nccl-rdma-sharp-plugins    IBext_vN or UCX, set when it starts  InfiniBand, RoCE
 
-The name is read from the file (elf.py), so no code of the plugin runs. Which libraries the plugin needs and
-the loader does not find is answered by the loader itself, as for ldd(1), which does not run it either.
+The name is read from the file (elf.py), so no code of the plugin runs. The loader itself lists the libraries
+that the plugin needs and that are missing, as for ldd(1). It does not run the plugin either.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _FOLDERS = (
     "/usr/local/lib",
     "/usr/lib",
 )
-#: Kind of NIC -> files by which a network plugin opens the NICs.
+#: Kind of NIC -> device files that a network plugin opens to use the NICs.
 DEVICE_FILES = {
     "efa": "/dev/infiniband/uverbs*",
     "slingshot": "/dev/cxi*",
@@ -100,8 +100,8 @@ def nccl_of_node(environ: Mapping[str, str], nics: Sequence[Nic]) -> NcclOfNode:
         requested_plugin = plugin_setting.value
     plugin = find_net_plugin(environ, requested_plugin)
     # A plugin is reported because NCCL may prefer its network to the built-in "IB". Not so the plugin of
-    # `holmes lab`, which emulates NICs of all kinds: its network is called "IB" and takes the place of
-    # the built-in one.
+    # `holmes lab`, which emulates NICs of all kinds: its network is called "IB" and takes the place of the
+    # built-in network.
     if os.path.basename(plugin.path) == LAB_PLUGIN:
         plugin = replace(plugin, path="")
     return NcclOfNode(
@@ -138,7 +138,7 @@ def may_carry(network: str, kind: str) -> bool:
     """
     if kind == "plugin":  # the user's word for NICs that the installed plugin uses
         return True
-    # The network of only one plugin is called "IB": that of `holmes lab`, which emulates all kinds.
+    # Only the plugin of `holmes lab` has a network called "IB": it emulates all kinds of NICs.
     if is_built_in(network):
         return True
     kinds = kinds_of_network(network)
@@ -206,7 +206,7 @@ def _library(path: str) -> Library:
 
 
 def _plugin_path(environ: Mapping[str, str], requested: str) -> str:
-    """Return the path of the first plugin of a list (NCCL_NET_PLUGIN), "" if no folder has one."""
+    """Return the path of the first plugin of a list (NCCL_NET_PLUGIN), "" if no folder has any."""
     for name in filter(None, requested.split(",")):
         if name.lower() == "none":
             return ""
@@ -281,7 +281,7 @@ def _missing_libraries(path: str, environ: Mapping[str, str]) -> str:
             timeout=_LIST_S,
         )
     except (OSError, ValueError, subprocess.TimeoutExpired):
-        return ""  # it is not known what the plugin needs
+        return ""  # the needs of the plugin are not known
     missing = [
         name for name in _NOT_FOUND.findall(listed.stdout) if not name.startswith(_LOADED_BY_TORCH)
     ]

@@ -1,4 +1,4 @@
-"""Description of a NIC port, which nodes exchange as JSON and which checks its own values.
+"""Description of a NIC port, with checks of its values. Nodes exchange it as JSON.
 
 A node's NICs are a tuple of `Nic`. The kinds differ in the transports that a collective library can
 use:
@@ -255,7 +255,7 @@ class Nic:
     subnet_prefix: _SubnetPrefix = ""
     #: GID table without empty entries.
     gids: tuple[Gid, ...] = ()
-    #: InfiniBand: local identifier of the port, 0 without one.
+    #: InfiniBand: local identifier of the port, 0 if there is none.
     lid: _LocalIdentifier = 0
     #: InfiniBand: local identifier of the subnet manager's port.
     sm_lid: _LocalIdentifier = 0
@@ -297,12 +297,12 @@ class Nic:
 
     @property
     def ifname(self) -> str:
-        """Network device for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, "" without one."""
+        """Network device for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, "" if there is none."""
         return self.netdevs[0] if self.netdevs else ""
 
     @property
     def address(self) -> str:
-        """First IP address without its prefix length, "" without one."""
+        """First IP address without its prefix length, "" if there is none."""
         return self.addresses[0].split("/")[0] if self.addresses else ""
 
     @property
@@ -322,7 +322,7 @@ class Nic:
 
     @property
     def plugin_kind(self) -> str:
-        """Kind of NIC as which a network plugin of NCCL uses this network device, such as "slingshot".
+        """Kind of NIC that this network device is for a network plugin of NCCL, such as "slingshot".
 
         It is "" for NICs that are not such a device. The driver shows the kind. In a container, the
         device may be a macvlan or veth in front of the NIC, whose driver is hidden. Then the name
@@ -341,8 +341,8 @@ class Nic:
     def gid_index(self) -> int | None:
         """Index of the GID for NCCL_IB_GID_INDEX, None if NCCL needs none or the port has none.
 
-        NCCL chooses a GID by its RoCE version, and the GIDs of eRDMA have none. The right GID of an
-        eRDMA port is the one that stands for the port's IPv4 address.
+        NCCL chooses a GID by its RoCE version, and the GIDs of eRDMA have none. The right GID of an eRDMA
+        port is the GID that stands for the port's IPv4 address.
         """
         if self.kind == "roce":
             return self.roce_v2_index
@@ -356,11 +356,11 @@ class Nic:
 
     @property
     def roce_v2_index(self) -> int | None:
-        """Index of the best RoCE v2 GID for NCCL_IB_GID_INDEX, None without one.
+        """Index of the best RoCE v2 GID for NCCL_IB_GID_INDEX, None if there is none.
 
         The order of preference: an IPv4-mapped GID on the network device `ifname`, an IPv4-mapped
-        GID on another network device (a VLAN), a routable IPv6 address, and last a link-local
-        address, which reaches no further than its own Ethernet segment.
+        GID on another network device (a VLAN), a routable IPv6 address, and last a link-local address, which
+        reaches no further than its own Ethernet segment.
         """
 
         def rank(gid: Gid) -> tuple[bool, int, bool, int]:

@@ -1,4 +1,4 @@
-"""Report in which a node describes itself to the other nodes of a job, and remarks about reports."""
+"""Report of a node about itself to the other nodes of a job, and remarks about reports."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def node_name(environ: Mapping[str, str]) -> str:
 def sysfs_root(environ: Mapping[str, str]) -> str:
     """Return the root of the /sys tree that describes the NICs.
 
-    The default is /sys. HOLMES_SYSFS names another tree: that of emulated NICs, which `holmes lab`
-    provides to try holmes on one machine, or one that was captured on another machine.
+    The default is /sys. HOLMES_SYSFS names another tree: that of emulated NICs (`holmes lab`
+    provides it, to try holmes on a single machine), or a tree that was captured on another machine.
     """
     return environ.get("HOLMES_SYSFS") or "/sys"
 
@@ -155,9 +155,9 @@ def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:
 
 
 def _remark_on_missing_plugin(node: Node, report: NodeReport) -> str:
-    """Return a sentence about NICs that need a network plugin of NCCL which the node lacks, or "".
+    """Return a sentence about NICs of a node that need a network plugin of NCCL, "" if it has the plugin.
 
-    The node has no plugin, or one for other NICs, or NCCL cannot load its plugin.
+    The node lacks it if it has no plugin, or a plugin for other NICs, or if NCCL cannot load it.
 
     Args:
         node: The node.
@@ -218,7 +218,7 @@ def _nccl_remarks_of_port(port: Port, fabric: Fabric, report: NodeReport) -> lis
     """Return one sentence for each way in which NCCL does not use a node's port as expected.
 
     Args:
-        port: The node's connection to one fabric, over one or several NICs.
+        port: The node's connection to a fabric, over one or several NICs.
         fabric: The fabric. Its `net` names the NCCL plugin that the user wants there, "" for none.
         report: Report of the node.
     """

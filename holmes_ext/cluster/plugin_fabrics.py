@@ -1,4 +1,4 @@
-"""Decides which fabrics go over a network plugin of NCCL, and under which name NCCL knows the network.
+"""Decides which fabrics use a network plugin of NCCL, and NCCL's name of the plugin's network.
 
     kind of NIC                  network that holmes requests from NCCL
     efa, slingshot, gvnic        that of the installed plugin
@@ -6,7 +6,7 @@
     plugin                       that of the installed plugin, whatever it is
     ib, roce, erdma              "IB"; the plugin's, if cluster.toml (`net`) or NCCL_NET names it
 
-The plugin of each node is in its report. A node on which NCCL would not find the plugin gets the reason
+The plugin of each node is in its report. A node without a plugin for its NICs gets the reason
 in Port.no_verbs, so that its groups use the next fastest network that all their members have.
 """
 
@@ -40,8 +40,8 @@ def nics_of_kind(nics: Iterable[Nic], kind: str, ethernet: str = "") -> list[Nic
         nics: NICs of the node that jobs may use.
         kind: Kind of NIC.
         ethernet: Network device towards the master, "" for none. It matters for gVNIC only:
-            machines with a plugin have one gVNIC device for each GPU or pair of GPUs, which the plugin
-            uses, and one more for everything else. The latter is left out unless it is the only one.
+            machines with a plugin have a gVNIC device for each GPU or pair of GPUs, for the plugin, and
+            another for everything else. The latter is left out unless the node has no other.
     """
     nics = [nic for nic in nics if not nic.skipped]
     matching = [nic for nic in nics if nic.kind == kind]
@@ -167,12 +167,14 @@ def _requested_net(settings: dict[str, NcclOfNode]) -> str:
 def _choose(fabric: Fabric, settings: dict[str, NcclOfNode]) -> _Choice:
     """Return the network of a fast fabric's groups, and the nodes that do not have it.
 
-    The network is that of the installed plugin if NICs of this kind use one, or if the user chooses
-    it. Its name is AUTO, "NCCL chooses", if a plugin is used and its name is not known. It is "" for
-    NCCL's own network.
+    The name of the network is:
+
+        that of the plugin    if NICs of this kind use an installed plugin, or if the user chooses it
+        AUTO                  the same, but the plugin's file does not show the name: NCCL chooses
+        ""                    NCCL's own network, "IB" or "Socket"
 
     Args:
-        fabric: The fabric. Its `net` is the user's choice in cluster.toml, "" without one.
+        fabric: The fabric. Its `net` is the user's choice in cluster.toml, "" if there is none.
         settings: Node on the fabric -> its NCCL settings.
 
     Raises:
@@ -211,18 +213,21 @@ def _choose(fabric: Fabric, settings: dict[str, NcclOfNode]) -> _Choice:
 
 
 def _why_no_plugin(nccl: NcclOfNode, net: str, kind: str) -> str:
-    """Return the reason why a node's plugin does not carry a fabric, "" if it does.
+    """Return the reason why NCCL cannot use a fabric through the network plugin of a node, "" if it can.
+
+    The reasons: there is no plugin, its network is not the wanted network, or it does not use NICs of
+    this kind. A plugin counts as suitable if its file does not show the name of its network.
 
     Args:
         nccl: NCCL settings of the node.
-        net: NCCL's name of the network that the user wants, AUTO, or "" for the plugin's.
-        kind: Kind of the fabric's NICs.
+        net: NCCL's name of the wanted network; AUTO or "" for any network of the plugin.
+        kind: Name of the kind of the fabric's NICs.
     """
     if not nccl.has_plugin:
         return nccl.plugin_problem or "no network plugin of NCCL is installed"
-    if not nccl.network:  # the plugin's file does not show which network it provides
+    if not nccl.network:  # the plugin's file does not show the name of its network
         return ""
-    if is_built_in(nccl.network):  # the plugin of `holmes lab`, which stands for any plugin
+    if is_built_in(nccl.network):  # the plugin of `holmes lab`: it stands for any plugin
         return ""
     provides = f"{nccl.plugin} provides the network {nccl.network!r}"
     if net in ("", AUTO):

@@ -48,7 +48,7 @@ from holmes_ext.words import some_of
 
 #: Ethernet rate in bits/s, for predictions, of a node whose NICs state no speed (virtual machines).
 UNKNOWN_ETHERNET_BPS = 10 * 10**9
-#: A rate counts as equal to one that is 5 % larger: nominal rates are rounded (56 for 54.5 Gb/s).
+#: A rate counts as equal to a rate that is 5 % larger: nominal rates are rounded (56 for 54.5 Gb/s).
 EQUAL_RATE_SHARE = 0.95
 
 
@@ -61,6 +61,10 @@ class SlowNode(NamedTuple):
 
 def part_of(spec: SiteSpec, reports: Iterable[NodeReport]) -> SiteSpec:
     """Return the part of a cluster.toml that describes the nodes that reported.
+
+    Args:
+        spec: Content of the cluster.toml.
+        reports: Reports of the nodes.
 
     Raises:
         HolmesError: a node is in no cluster.
@@ -81,7 +85,7 @@ def resolve_site(
 
     Args:
         reports: Reports of all nodes.
-        spec: Content of cluster.toml, which may describe more nodes; None without one.
+        spec: Content of cluster.toml, which may describe more nodes; None without a file.
         fallback: Accept a node whose fast NICs are down. The reason is then in `fault` of the node's
             port on the fast fabric, and the node uses Ethernet.
         counted: Require that each node has started as many processes as cluster.toml says.
@@ -135,17 +139,17 @@ def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[Slow
 
 
 def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
-    """Return warnings about fabrics for which cluster.toml gives the rate of one NIC of a node.
+    """Return warnings about fabrics whose rate in cluster.toml is that of a single NIC of a node.
 
-    It must give the rate of all fast NICs of a node together. The result has one sentence for each
-    such fabric. `report` describes the NICs of the node.
+    It must be the rate of all fast NICs of a node together. The result has a sentence for each such
+    fabric. `report` describes the NICs of the node.
     """
     sentences = []
     for port in site.node_by_name[report.name].ports:
         rates = [nic.rate_bps for nic in report.nics if nic.up and nic.name in port.hcas]
         if len(rates) <= 1:
             continue
-        # Is the given rate that of one of these NICs (slowest to fastest, 5 % for rounding)?
+        # Is the given rate that of a single NIC (slowest to fastest, 5 % for rounding)?
         highest_bps = port.rate_bps / EQUAL_RATE_SHARE
         lowest_bps = port.rate_bps * EQUAL_RATE_SHARE
         if min(rates) <= highest_bps and max(rates) >= lowest_bps:
@@ -160,7 +164,7 @@ def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
 def apart_by_subnet(site: Site) -> list[str]:
     """Return [one sentence] if IP subnets alone divide RoCE NICs into several fabrics, else [].
 
-    If RoCE is routed between the subnets, they would be one fabric, which the reports cannot show.
+    If RoCE is routed between the subnets, they are a single fabric. The reports cannot show that.
     """
     roce = [fabric.name for fabric in site.fabrics if fabric.kind == "roce"]
     if site.source != REPORTS or len(roce) <= 1:
@@ -230,7 +234,7 @@ def _ethernet_port(
     Args:
         report: The node's report.
         rate_bps: Declared rate in bits/s; 0 for the rate that the NIC states.
-        interface: Network device that cluster.toml names; "" for the one that reaches the master.
+        interface: Network device that cluster.toml names; "" for the device that reaches the master.
         source: Path of cluster.toml.
 
     Raises:
@@ -333,7 +337,7 @@ def _one_rdma_fabric(ports: Sequence[Port], nodes_on: Mapping[str, int]) -> list
     The port to use is the fastest of those whose fabric also has other nodes.
 
     Args:
-        ports: Fast ports of one node, each on another fabric.
+        ports: Fast ports of a node, each on another fabric.
         nodes_on: Fabric -> number of its nodes.
     """
 
@@ -349,7 +353,7 @@ def _one_rdma_fabric(ports: Sequence[Port], nodes_on: Mapping[str, int]) -> list
 def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
     """Return the site of the nodes that reported, without a cluster.toml.
 
-    Nodes whose fast NICs are in the same InfiniBand or IP subnet are on one fabric.
+    Nodes whose fast NICs are in the same InfiniBand or IP subnet are on the same fabric.
 
     Raises:
         HolmesError: subnets do not show which nodes are on the same fabric.
@@ -422,7 +426,7 @@ def _merge_rails(by_subnet: Mapping[Subnet, NicsOfNodes]) -> _FastFabrics:
             # With "-", because "ib0" could be a network device.
             first_node = next(iter(nics_on_fabric))
             name = f"{kind}-{first_node}"
-        # NICs of virtual machines may state no rate. Predictions need one, so a low one is assumed.
+        # NICs of virtual machines may state no rate. Predictions need a rate, so a low rate is assumed.
         rates = {
             node: sum(nic.rate_bps for nic in nics) or UNKNOWN_ETHERNET_BPS
             for node, nics in nics_on_fabric.items()

@@ -60,7 +60,7 @@ class Port:
 
     @classmethod
     def of_nics(cls, fabric: str, nics: Sequence[Nic], rate_bps: int, kind: str = "") -> Port:
-        """Return the port that all NICs of a node on one fabric form.
+        """Return the port that all NICs of a node on a fabric form.
 
         Sockets bind to the first NIC that has an address. RDMA uses all NICs.
 
@@ -83,7 +83,7 @@ class Port:
         port = cls(
             fabric, hcas=hcas, gid_index=gid_index, rate_bps=rate_bps, verbs=KINDS[kind].verbs
         )
-        if kind == "plugin":  # which of the NICs carry it, and whether they carry IP, is not known
+        if kind == "plugin":  # it is not known which NICs carry it, and whether they carry IP
             return port
         for nic in nics:
             if nic.ifname and nic.addresses:
@@ -93,13 +93,13 @@ class Port:
 
 @dataclass(frozen=True)
 class Node:
-    """Host that runs processes of the job, with its ports: one connection to each of its networks.
+    """Host that runs processes of the job, with its ports: a connection to each of its networks.
 
     The ports are sorted: the fastest network first, Ethernet last. Every node must have a port on
-    Ethernet, because that is the network which reaches every node.
+    Ethernet, because that network reaches every node.
 
     Raises:
-        HolmesError: there is no port, or the last one is not on Ethernet.
+        HolmesError: there is no port, or the last port is not on Ethernet.
     """
 
     name: str
@@ -117,7 +117,7 @@ class Node:
         return tuple(port.fabric for port in self.ports if port.usable)
 
     def port(self, fabric: str) -> Port:
-        """Return the port on a fabric to which the node is attached."""
+        """Return the node's port on a fabric."""
         return next(port for port in self.ports if port.fabric == fabric)
 
 
@@ -125,8 +125,8 @@ class Node:
 class Site:
     """All nodes of a job with their fabrics and the network between the clusters.
 
-    The nodes of a cluster have equally many processes. Nodes of two clusters may differ: 4 GPUs on
-    each node of one cluster, 8 on each node of another.
+    The nodes of a cluster have equally many processes. Nodes of two clusters may differ: 4 GPUs on each node
+    of one cluster, 8 on each node of another.
 
     Raises:
         HolmesError: two nodes of one cluster have different numbers of processes.
@@ -152,8 +152,8 @@ class Site:
     def of_reports(cls, nodes: Sequence[Node], fabrics: tuple[Fabric, ...]) -> Site:
         """Return the site of nodes that reported, without a cluster.toml.
 
-        If nodes of one cluster have different numbers of processes, each number gets a cluster of its
-        own: "ib" becomes "ib-4" and "ib-8".
+        If nodes of a cluster have different numbers of processes, each number gets a cluster of its own: "ib"
+        becomes "ib-4" and "ib-8".
         """
         counts_in: dict[str, set[int]] = {}  # cluster -> numbers of processes of its nodes
         for node in nodes:
@@ -192,16 +192,16 @@ class Site:
 
     @cached_property
     def has_equal_nodes(self) -> bool:
-        """Whether all nodes have equally many processes."""
+        """True if all nodes have equally many processes."""
         return all(node.processes == self.processes for node in self.nodes)
 
     @property
     def ranks_of_every_node(self) -> int:
         """Number of processes on each node if all have equally many, else 1.
 
-        It is for error messages about parallel sizes (Sizes.complete), which propose numbers of nodes
-        that would fit. If nodes differ, no number of nodes says how many ranks they have. With 1, the
-        messages propose numbers of processes instead.
+        It is for error messages about parallel sizes (Sizes.complete) that propose numbers of nodes that
+        would fit. If nodes differ, no number of nodes says how many ranks they have. With 1, the messages
+        propose numbers of processes instead.
         """
         return self.processes if self.has_equal_nodes else 1
 
@@ -214,7 +214,7 @@ class Site:
 
     @cached_property
     def aligned_ranks(self) -> int:
-        """Least number of ranks that fills whole nodes, of whatever cluster: 8 for 4 and 8."""
+        """Least number of ranks that fills whole nodes in every cluster: 8 if nodes have 4 or 8."""
         return lcm(*(node.processes for node in self.nodes))
 
     def processes_in(self, cluster: str) -> int:
@@ -275,7 +275,7 @@ class Site:
     def digest(self) -> str:
         """SHA-256 (hex) of the nodes, clusters and networks.
 
-        A plan has the digest of the site for which it was made. A comparison shows whether a stored
+        A plan has the digest of its site. A comparison shows whether a stored
         plan fits the nodes of a job. Not in the digest: the launcher's order of the nodes, the
         names of NICs, and faults (ports that turned out not to work).
         """

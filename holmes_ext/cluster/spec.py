@@ -64,13 +64,13 @@ _IPV4 = re.compile(r"\d+\.\d+\.\d+\.\d+")
 MAX_RAILS = 8
 #: Keys of a cluster that give the speed of its GPUs.
 _SPEED_KEYS = ("gpu_flops", "gpu_model_flops", "gpu_hardware_flops")
-#: Upper limit of FLOP/s and bytes, which only keeps nonsense out.
+#: Upper limit of FLOP/s and bytes, to keep nonsense out.
 _LARGEST_NUMBER = 1e30
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """One `[[cluster]]` of a cluster.toml.
+    """Content of one `[[cluster]]` of a cluster.toml.
 
     Raises:
         HolmesError: a field has a value that is not allowed.
@@ -98,7 +98,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class NodeOverride:
-    """One `[node.HOST]` of a cluster.toml: settings of a node that differ from its cluster's."""
+    """Content of a `[node.HOST]` of a cluster.toml: settings of a node that differ from its cluster's."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ class SiteSpec:
     name: str
     ethernet_rate_bps: int  # of one node, each way
     ethernet_latency_s: float
-    ethernet_interface: str  # network device, "" for the one that reaches the master
+    ethernet_interface: str  # network device, "" for the device that reaches the master
     clusters: tuple[ClusterSpec, ...]
     overrides: dict[str, NodeOverride] = field(default_factory=dict)  # host name -> its settings
     source: str = "cluster.toml"  # path of the file
@@ -122,7 +122,7 @@ class SiteSpec:
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of what must be equal in the cluster.toml of all nodes of a job.
+        """SHA-256 (hex) of the values that must be equal in the cluster.toml of all nodes of a job.
 
         Left out: comments, the site's `name`, measured values, and keys that do not change a plan.
         """
@@ -358,7 +358,7 @@ def _read_name(table: Table, key: str, *default: str) -> str:
     """Return the value of a key that holds the name of a cluster or fabric.
 
     Args:
-        default: At most one value, for a table without the key.
+        default: The value for a table without the key, or nothing.
 
     Raises:
         HolmesError: the value is not a name, or the key is missing and has no default.

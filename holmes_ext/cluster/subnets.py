@@ -1,4 +1,4 @@
-"""Finds the nodes whose fast NICs are on one fabric by their subnets, if there is no cluster.toml."""
+"""Finds the nodes whose fast NICs are on the same fabric by their subnets, without a cluster.toml."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def subnet_of(report: NodeReport, nic: Nic, kind: str) -> Subnet:
     """Return the subnet of a fast NIC.
 
     NICs without verbs, such as EFA, have no address that shows their network. For these, it is the
-    subnet of the node's Ethernet interface: nodes in one subnet are in one data center.
+    subnet of the node's Ethernet interface: nodes in the same subnet are in the same data center.
 
     Args:
         report: Report of the node.
@@ -72,7 +72,7 @@ def _ipv4_subnet(nic: Nic) -> str:
 
 
 def check_subnets(by_subnet: Mapping[Subnet, NicsOfNodes]) -> None:
-    """Raise HolmesError if the subnets do not show which nodes are on one fabric.
+    """Raise HolmesError if the subnets do not show which nodes are on the same fabric.
 
     Args:
         by_subnet: Subnet -> node -> NICs of the node on the subnet.
@@ -96,8 +96,9 @@ def check_subnets(by_subnet: Mapping[Subnet, NicsOfNodes]) -> None:
 def _check_plugin_kind(kind: str, nodes_in: Mapping[str, set[str]]) -> None:
     """Raise HolmesError unless all nodes with a kind of NIC have their Ethernet in one IP subnet.
 
-    NICs such as EFA have no address that shows their network. Nodes whose Ethernet is in one subnet are
-    in one data center, and on one fabric. Nodes in several subnets may be on one fabric or on several.
+    NICs such as EFA have no address that shows their network. Nodes whose Ethernet is in the same subnet are
+    in the same data center, and on the same fabric. Nodes in several subnets may be on the same fabric or
+    not.
 
     Args:
         kind: Kind of the NICs, such as "efa".
@@ -148,7 +149,7 @@ def _check_default_prefix(nics_of_nodes: NicsOfNodes, title: str) -> None:
 def _check_routed_roce(nodes_in: Mapping[str, set[str]], title: str) -> None:
     """Raise HolmesError if several nodes share no RoCE subnet with any other node.
 
-    They may be on one fabric, which routes RoCE from subnet to subnet, or on several.
+    They may be on a fabric that routes RoCE from subnet to subnet, or on several fabrics.
 
     Args:
         nodes_in: IP subnet -> names of the nodes that have RoCE ports in it.

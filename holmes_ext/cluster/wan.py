@@ -81,7 +81,7 @@ class Between:
 
 
 class LinkCost(NamedTuple):
-    """Cost of a message from one cluster to another: latency_s + bits * seconds_per_bit."""
+    """Cost of a message between two clusters: latency_s + bits * seconds_per_bit."""
 
     seconds_per_bit: float  # on the slowest hop
     latency_s: float  # of all hops together
@@ -89,7 +89,7 @@ class LinkCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Wan:
-    """Network between the clusters. An empty one is flat: only the nodes' NICs limit it."""
+    """Network between the clusters. An empty network is flat: only the nodes' NICs limit it."""
 
     uplinks: tuple[Uplink, ...] = ()
     between: tuple[Between, ...] = ()
@@ -155,7 +155,7 @@ class Wan:
 
         Args:
             pairs: The measured links. Each replaces the link between the same clusters, if there is
-                one.
+                any.
         """
         if not pairs:
             return self
@@ -191,7 +191,7 @@ def parse_wan(top: Table, uplinks: Mapping[str, int], ethernet_latency_s: float)
 
     Args:
         top: The whole file.
-        uplinks: Every cluster -> rate of its uplink in bits/s, 0 without one.
+        uplinks: Every cluster -> rate of its uplink in bits/s, 0 for no limit.
         ethernet_latency_s: Latency of a link whose table has none.
 
     Raises:
@@ -300,7 +300,7 @@ def _pair_in_words(pair: Sequence[str]) -> str:
 
 #: Measured (bytes, seconds), growing.
 Points = tuple[tuple[float, float], ...]
-#: Upper limit of measured sizes and times, which only keeps nonsense out.
+#: Upper limit of measured sizes and times, to keep nonsense out.
 _LARGEST_NUMBER = 1e18
 
 

@@ -1,6 +1,6 @@
 """Finds the nodes of a Slurm allocation, and makes the srun command that runs a program once on each.
 
-`holmes doctor --slurm` uses it to check all nodes on which a job would run.
+`holmes doctor --slurm` uses it to check all nodes of a job before it runs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def srun(environ: Mapping[str, str], options: str, program: Sequence[str]) -> li
 
     Args:
         environ: Environment variables; inside an allocation, Slurm's are among them.
-        options: Options of srun. Outside of an allocation, they say what to allocate, for example
-            "--nodes 4 --partition gpu".
+        options: Options of srun. Outside of an allocation, they describe the nodes to allocate, for
+            example "--nodes 4 --partition gpu".
         program: The program and its arguments.
 
     Raises:
@@ -61,7 +61,7 @@ def for_srun(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def allocated(environ: Mapping[str, str]) -> list[str]:
-    """Return the nodes of the surrounding Slurm allocation; [] outside of one.
+    """Return the nodes of the surrounding Slurm allocation; [] outside of an allocation.
 
     A heterogeneous job has several components, each with its own nodes: all of them count.
 

@@ -12,21 +12,21 @@ from holmes_ext.words import grouped, some_of
 #: A "problem" stops a job or makes it slow. A "note" may be intended.
 LEVELS = ("problem", "note")
 _MOST_CHARACTERS = 2000  # of each text
-_MOST_NAMED = 16  # NICs that one finding lists
+_MOST_NAMED = 16  # NICs that a finding lists
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that `holmes doctor` has found. Each text is one line."""
+    """A problem, or a note, that `holmes doctor` has found. Each text is one line."""
 
-    level: str  # one of LEVELS
+    level: str  # "problem" or "note" (LEVELS)
     about: str  # the NIC, variable, package or file
     what: str  # the problem
     why: str  # its effect
-    mend: str  # what the user can do about it
+    mend: str  # advice for the user
 
     def __post_init__(self) -> None:
-        """Raise HolmesError if the level is unknown, or a text is not one line."""
+        """Raise HolmesError if `level` is not in LEVELS, or if a field is not one line of text."""
         for field in fields(self):
             value = getattr(self, field.name)
             if not value or "\n" in value or len(value) > _MOST_CHARACTERS:
@@ -45,7 +45,7 @@ note = partial(Finding, "note")
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings, where those that differ only in `about` are one with all names.
+    """Return the findings, with those that differ only in `about` merged into one with all names.
 
     Eight HCAs with the same fault give one finding about "mlx5_0:1, mlx5_1:1, ...".
     """

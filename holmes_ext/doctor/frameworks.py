@@ -29,8 +29,7 @@ from holmes_ext.patches.engine.location import find_module, source_misfit
 from holmes_ext.patches.engine.patch import Feature, Patch
 from holmes_ext.patches.megatron.unused import UNUSED_BY_GPT
 
-#: Distributions that change torch, DeepSpeed or Megatron when they are imported: name -> what they
-#: do.
+#: Distributions that change torch, DeepSpeed or Megatron when they are imported: name -> their effect.
 PATCHING = {
     "mindspeed": "replaces functions of megatron.core when mindspeed.megatron_adaptor is imported",
     "torch_npu": "replaces parts of torch and torch.distributed",
@@ -41,8 +40,8 @@ PATCHING = {
 #: torch.distributed: ...". check_patches() recognizes such reasons by it.
 _WHILE_IMPORTING = " while importing "
 _MOST_SHOWN = 120  # characters of a line of code
-#: Texts by which .pth files are recognized that change no framework: the import line has one of them, or
-#: the name of the file begins with one.
+#: Texts by which .pth files are recognized that change no framework: the import line has such a text, or the
+#: name of the file begins with it.
 _HARMLESS_PTH = (
     "holmes_ext",
     "_distutils_hack",
@@ -63,8 +62,8 @@ class Fit:
 
     patch: Patch
     installed: str | None  # version of the framework; None: it is not installed
-    #: "fits"; "off": it does not fit; "other version": it is made for another one, and the
-    #: installed version does not need it; "unknown": only an import of the framework would show it.
+    #: "fits"; "off": it does not fit; "other version": it is made for another version, and the installed
+    #: version does not need it; "unknown": only an import of the framework would show it.
     state: str
     reason: str | None  # why the state is not "fits"
 
@@ -134,7 +133,7 @@ def _fit_of_imported(patch: Patch, version: str | None) -> Fit:
     """Import the framework that a patch changes, and return whether and why the patch fits it.
 
     The state of the result is "fits", "off" or "other version". "off": the patch does not fit, or
-    the import fails. "other version": the patch is for other versions, and this one needs none.
+    the import fails. "other version": the patch is for other versions, and the installed version needs none.
 
     Args:
         patch: The patch.
@@ -144,11 +143,12 @@ def _fit_of_imported(patch: Patch, version: str | None) -> Fit:
     reason: str | None = None
     try:
         importlib.import_module(patch.module)
-        if feature.version_of:  # the imported framework knows its version better than the metadata
+        # The metadata may belong to another copy of the framework. The imported one knows its version.
+        if feature.version_of:
             version = feature.version_of()
             if not patch.is_for_version(version):
                 return _fit_of_other_version(patch, version)
-        reason = feature.version_misfit(version)
+        reason = feature.version_misfit(version)  # in words; None if the version is supported
         if not reason:
             # Location finds the function in the imported module. check() looks at its parameters.
             # Both raise Misfit if the patch does not fit. The function is not changed.
@@ -174,8 +174,9 @@ def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
     """Yield findings about features of holmes that are off although their framework is installed.
 
     A feature is a group of patches (changes of a framework's functions) that are applied together.
-    Features with the same framework and reason get one finding. A framework that cannot be imported
-    gets a finding of its own. Frameworks of a checkout get none.
+    Features with the same framework and reason get one finding. A framework that cannot be imported gets a
+    finding of its own. A framework that a training script brings along (a checkout, as megatron.core in
+    Megatron-LM) gets none: it is not an installed package.
 
     Args:
         fits: For each patch, whether it fits the installed framework.
@@ -210,16 +211,16 @@ def _finding_on_features(cause: _Cause, features: Mapping[str, Feature]) -> Find
     """Return one finding about the features of holmes that are off for the same reason.
 
     A feature is a group of patches that are applied together to a framework. The finding also
-    names the versions of the framework to which these patches can be applied.
+    names the versions of the framework that these patches fit.
 
     Args:
         cause: The framework and the reason.
-        features: Name of a feature -> feature. All are of the same framework, at least one.
+        features: Name of a feature -> feature. There is at least one, and all are of one framework.
     """
     feature = next(iter(features.values()))
     names = ", ".join(features)
     name = feature.requirement.name
-    # tried: versions with which holmes was run, oldest first; () if there is none.
+    # tried: versions that were run with holmes, oldest first; () if there is none.
     versions = (
         f"{name} {feature.tried[0]} to {feature.tried[-1]}"
         if feature.tried
@@ -286,13 +287,14 @@ def check_patching_libraries(folders: Iterable[str] | None = None) -> Iterator[F
 
 
 def check_compilers(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield findings about lock files that torch's compiler of C++ extensions has left.
+    """Yield findings about lock files of C++ extensions that torch has compiled.
 
-    A job that needs the extension waits until the file is gone (torch/utils/cpp_extension.py,
-    file_baton.py).
+    torch makes such a file while it compiles an extension at run time, and removes it afterwards. If
+    the process is killed, the file stays, and every later job that needs the extension waits without
+    end (torch/utils/cpp_extension.py, file_baton.py).
 
     Args:
-        environ: Environment variables, which name the folder of compiled extensions.
+        environ: Environment variables. They name the folder of compiled extensions.
     """
     folder = environ.get("TORCH_EXTENSIONS_DIR")
     if folder:
@@ -347,10 +349,11 @@ def check_replaced_functions(patches: Iterable[Patch]) -> Iterator[Finding]:
             value = operator.attrgetter(patch.qualname)(sys.modules.get(patch.module))
         except AttributeError:
             continue
-        # Package in which the function is defined now.
+        # Package that defines the function now.
         owner = (getattr(value, "__module__", None) or "").partition(".")[0]
         # Not a replacement: the framework's own function, a patch of holmes, a function without a
-        # module (""), one in C ("builtins"), or one of torch that a framework offers as its own.
+        # module (""), a function in C ("builtins"), or a function of torch that a framework offers as its
+        # own.
         expected_owners = {"", patch.module.partition(".")[0], "holmes_ext", "builtins", "torch"}
         # A wrapper made with functools.wraps has __wrapped__ and still calls the framework's
         # function.
@@ -399,7 +402,7 @@ def check_megatron_deepspeed(folder: Path) -> Iterator[Finding]:
     Args:
         folder: Folder of the training script. Nothing is checked if it is no such checkout.
     """
-    # Files by which a checkout of Megatron-DeepSpeed is recognized.
+    # Files that show that the folder is a checkout of Megatron-DeepSpeed.
     files = [folder / "megatron/arguments.py", folder / "megatron/model/gpt_model.py"]
     if not all(file.exists() for file in files):
         return

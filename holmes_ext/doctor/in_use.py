@@ -24,10 +24,10 @@ def check_used_nics(
 ) -> list[Finding]:
     """Return findings about the NICs of a node that the job uses.
 
-    NICs with the same fault share one finding, which names them all.
+    NICs with the same fault share a finding that names them all.
 
     Args:
-        root: Folder of /sys, or of a captured one.
+        root: Folder of /sys, or of a captured copy.
         nics: All NICs of the node, with a reason in `skipped` for those that the job does not use.
         is_live: Whether the node is the running machine, and not a captured /sys.
         is_in_cluster: Whether cluster.toml has the node.
@@ -36,7 +36,7 @@ def check_used_nics(
     if is_in_cluster:  # the file says which nodes belong together, instead of the subnet prefix
         findings = [finding for finding in findings if finding.what != DEFAULT_PREFIX]
     if is_live:
-        findings += rdma_limits(nics)  # what RDMA needs of this machine, such as locked memory
+        findings += rdma_limits(nics)  # needs of RDMA on this machine, such as locked memory
     return merged(findings)
 
 
@@ -80,7 +80,7 @@ def mark_unused(nics: Sequence[Nic], node: str, spec: SiteSpec | None) -> tuple[
 def _may_be_left_out(nic: Nic, include: Sequence[str]) -> bool:
     """Return whether `include` and `exclude` of cluster.toml may leave out a NIC.
 
-    Both keys choose among the fast NICs. An Ethernet NIC may be the one over which a node reaches all
+    Both keys choose among the fast NICs. An Ethernet NIC may be the NIC by which a node reaches all
     others, even if `include` does not list it or `exclude` does.
 
     Args:

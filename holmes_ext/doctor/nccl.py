@@ -1,7 +1,7 @@
 """Checks NCCL on a node: configuration files, plugins, version, and settings that holmes passes to it.
 
 holmes gives each process group its network by name (net_name in the group's options), and selects
-NICs by environment variables. This module finds what would contradict these settings.
+NICs by environment variables. This module finds contradictions to these settings.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _MOST_NAMED = 4
 #: Versions whose source was checked: from the first to before the second.
 _FIRST_CHECKED = Version("2.18")
 _FIRST_UNCHECKED = Version("2.31.dev0")
-#: First version in which the network of a communicator can be chosen by its name.
+#: First version that lets a communicator choose its network by name.
 _NAMES_NETWORKS = Version("2.17")
 #: First version that finds the index of the RoCE v2 GID itself.
 _FINDS_GID_INDEX = Version("2.21")
@@ -76,7 +76,7 @@ class InstalledNccl(NamedTuple):
 
 
 def installed_nccl() -> InstalledNccl:
-    """Return the NCCL package that torch loads; an empty one if torch contains NCCL, or has none."""
+    """Return the NCCL package that torch loads; an empty result if torch contains NCCL, or has none."""
     for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"):
         try:
             return InstalledNccl(name, Version(importlib.metadata.version(name)))
@@ -114,7 +114,7 @@ def check_nccl(
         )
     for name, (value, file) in file_settings(environ).items():
         # SHARED is NCCL_COMM_SPLIT_SHARE_RESOURCES: a group that is split off shares its parent's network,
-        # so NCCL refuses one for which holmes names another network.
+        # so NCCL refuses a group for which holmes names another network.
         if name == SHARED and value != "0":
             yield problem(
                 file,
@@ -149,7 +149,7 @@ def check_nccl(
             )
 
 
-#: Variables that select NICs, and which holmes sets unless the user has.
+#: Variables that select NICs. holmes sets them unless the user has.
 _NIC_SELECTORS = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX")
 
 
@@ -228,7 +228,7 @@ def _problems_of_value(
 def _note_on_plugin(nccl_of_node: NcclOfNode, nics: Sequence[Nic]) -> Finding:
     """Return a note about the network plugin that NCCL would load.
 
-    The note says which groups use the plugin; if none does, how to make groups use it.
+    The note names the groups that use the plugin; if there are none, it says how to make groups use it.
 
     Args:
         nccl_of_node: NCCL's settings and libraries on the node.
@@ -268,16 +268,17 @@ def _note_on_plugin(nccl_of_node: NcclOfNode, nics: Sequence[Nic]) -> Finding:
 def _check_plugin_nics(
     nccl_of_node: NcclOfNode, nics: Sequence[Nic], is_captured: bool
 ) -> Iterator[Finding]:
-    """Yield a finding for each kind of NIC that needs a network plugin of NCCL, if it is missing.
+    """Yield a finding for each kind of NIC that needs a network plugin of NCCL, if the node lacks it.
 
     Args:
         nccl_of_node: NCCL's settings and libraries on the node.
         nics: The NICs of the node.
-        is_captured: Whether the NICs are those of another machine than this one.
+        is_captured: Whether the NICs are those of another machine, from a captured /sys.
     """
     nics_of_kind = grouped((nic.plugin_kind or nic.kind, nic) for nic in nics if nic.usable)
     has_verbs = any(KINDS[kind].verbs for kind in nics_of_kind)
     for kind, group in nics_of_kind.items():
+        # Only NICs that NCCL uses by a plugin alone are checked: `verbs` are NICs of its own network "IB".
         if KINDS[kind].verbs or not KINDS[kind].plugin:
             continue
         # Machines of Google Cloud with RoCE have gVNIC for all but training.
@@ -324,13 +325,13 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
     """Return lines for the user that show the settings that holmes would hand over to NCCL.
 
     The lines are NCCL's environment variables (NCCL_SOCKET_IFNAME="=eth0"), and the network of the
-    process groups on each fabric. Further lines say what the installed version of NCCL does with
-    these settings.
+    process groups on each fabric. Further lines describe the effect of these settings in the installed
+    version of NCCL.
 
     Args:
         node: The node and its NICs.
         spec: Content of cluster.toml; None if there is none.
-        environ: Environment variables, which take precedence over holmes.
+        environ: Environment variables. They take precedence over holmes.
     """
     try:
         site = _site_of_one_node(node, spec)
@@ -355,14 +356,14 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
         choice = f"network {network!r}" if network else "NCCL chooses"
         lines.append(f"groups on {fabric.name} ({fabric.kind}): {choice}")
     lines.append("groups inside the node: NCCL chooses (NVLink, PCIe, shared memory)")
-    # A remark begins with "node NAME: ", which is not needed for a single node.
+    # A remark begins with "node NAME: ". That is not needed for a single node.
     lines += [line.partition(": ")[2] for line in nccl_remarks(site, [node])]
     has_roce = any(
         site.fabric_by_name[port.fabric].kind == "roce" and not port.no_verbs
         for port in site_node.ports
     )
     is_gid_index_set = any(line.startswith("NCCL_IB_GID_INDEX=") for line in lines)
-    # Without a GID index, NCCL must find the one of each RoCE port, which only newer versions do.
+    # Without a GID index, NCCL must find that of each RoCE port. Only newer versions do.
     lines += _lines_on_version(needs_gid_index=has_roce and not is_gid_index_set)
     return lines
 

@@ -20,7 +20,7 @@ from holmes_ext.cluster.sysfs.node import FOREIGN
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.words import grouped, some_of
 
-#: Reason of a finding about a valid setting, which holmes does not replace.
+#: Reason of a finding about a valid setting: holmes does not replace it.
 LEFT_ALONE = "holmes keeps your setting"
 _ANY_PORT = -1
 _MOST_NAMED = 16  # HCAs that a message lists
@@ -63,10 +63,10 @@ class NameList(NamedTuple):
     def names_match(self, listed: ListedName, device: str, port: int = _ANY_PORT) -> bool:
         """Return whether one name of the list fits a device.
 
-        The answer is the same for a list of devices to use and for one of devices not to use ("^").
+        The answer is the same for a list of devices to use and for a list of devices not to use ("^").
 
         Args:
-            listed: One of `names`.
+            listed: An item of `names`.
             device: Name of a network device or HCA.
             port: Port of the HCA.
         """
@@ -97,7 +97,7 @@ def parse_names(value: str) -> NameList:
         name, colon, port_text = item.partition(":")
         if not name:
             continue
-        # As C's atoi(): the digits at the start, 0 without one.
+        # As C's atoi(): the digits at the start, 0 without any.
         digits = re.match(r"\s*([0-9]+)", port_text)
         port = int(digits[1]) if digits else 0
         names.append(ListedName(name, port if colon else _ANY_PORT))
@@ -107,7 +107,14 @@ def parse_names(value: str) -> NameList:
 def missing_interfaces(
     variable: str, value: str, missing: Sequence[str], existing: Collection[str]
 ) -> Finding:
-    """Return the problem that a variable names interfaces which the node does not have."""
+    """Return the problem that a variable names interfaces that the node does not have.
+
+    Args:
+        variable: Name of the variable.
+        value: Its value.
+        missing: Interfaces in the value that the node does not have.
+        existing: Interfaces that the node has.
+    """
     return problem(
         variable,
         what=f"{value!r} names {', '.join(missing)}, which this node does not have "
@@ -179,8 +186,7 @@ def _note_or_problem_on_networks(value: str, network_of: Mapping[str, str]) -> F
 
     Args:
         value: Value of the variable.
-        network_of: Interface on which NCCL opens sockets -> its network: _ETHERNET,
-            "IP over InfiniBand" or _LOCAL.
+        network_of: Interface with sockets of NCCL -> its network: _ETHERNET, "IP over InfiniBand" or _LOCAL.
     """
     variable = "NCCL_SOCKET_IFNAME"
     names_of = grouped((network, name) for name, network in network_of.items())

@@ -58,7 +58,7 @@ _DATA_DIRECT_BPS = 800 * 10**9
 _HOST_PREFIX_LENGTHS = (32, 128)  # of an address that says nothing about a subnet
 _RATE = re.compile(r"[0-9]+(\.[0-9]+)?")  # Gb/s in the file rate, such as "100 Gb/sec (4X EDR)"
 _LANES = re.compile(r"\((\d+)X")
-_SLOWEST_CHECKED_GBPS = 10  # no finding about slower links, which are not meant for training
+_SLOWEST_CHECKED_GBPS = 10  # no finding about slower links: they are not meant for training
 _MOST_READ = 200  # characters of a file
 
 
@@ -88,7 +88,7 @@ def check_nics(nics: Sequence[Nic], board_of: Mapping[str, str] | None = None) -
     yield from _check_vendors(in_use)
     yield from _check_bonds(nics)
     yield from _check_foreign(nics)
-    # All NICs: a fast one, used or not, shows that a module is loaded.
+    # All NICs: a fast NIC, used or not, shows that a module is loaded.
     yield from _check_modules(nics)
     if not any(nic.usable and (nic.fast or nic.addresses) for nic in nics):
         yield problem(
@@ -202,10 +202,10 @@ def _check_pcie(nics: Sequence[Nic], board_of: Mapping[str, str]) -> Iterator[Fi
 
 
 def read_boards(root: str | Path, nics: Iterable[Nic]) -> dict[str, str]:
-    """Return the GUID of the card of each HCA, which all PCIe functions of a card share.
+    """Return the GUID of the card of each HCA. All PCIe functions of a card share it.
 
     Args:
-        root: Folder of /sys, or of a captured one.
+        root: Folder of /sys, or of a captured copy.
         nics: The NICs of the node.
     """
     boards = {}
@@ -217,7 +217,7 @@ def read_boards(root: str | Path, nics: Iterable[Nic]) -> dict[str, str]:
 
 
 def _check_slower_than_others(up: Sequence[Nic]) -> Iterator[Finding]:
-    """Yield a finding for each NIC that is slower than another one with the same driver on this node.
+    """Yield a finding for each NIC that is slower than another NIC with the same driver on this node.
 
     Args:
         up: NICs of one kind that are up.
@@ -299,8 +299,8 @@ def _check_infiniband_subnets(nics: Sequence[Nic]) -> Iterator[Finding]:
 
 
 def _check_ip_subnets(nics: Sequence[Nic]) -> Iterator[Finding]:
-    """Yield a finding for each IP subnet in which a node has several NICs."""
-    names_in: dict[str, dict[str, None]] = {}  # subnet -> net devices, or ports without one
+    """Yield a finding for each IP subnet with several NICs of a node."""
+    names_in: dict[str, dict[str, None]] = {}  # subnet -> net devices, or ports without any
     for nic in nics:
         if not nic.up:
             continue
@@ -417,7 +417,7 @@ def check_hcas(root: str | Path, nics: Sequence[Nic]) -> Iterator[Finding]:
     have one lane.) A lower rate is a note, because the switch, the cable or a setting may limit it.
 
     Args:
-        root: Folder of /sys, or of a captured one.
+        root: Folder of /sys, or of a captured copy.
         nics: The NICs of the node. Those that are down, or that a job does not use (`skipped`), are not
             checked.
     """
@@ -432,7 +432,7 @@ def check_hcas(root: str | Path, nics: Sequence[Nic]) -> Iterator[Finding]:
         if rate_match is None:
             continue
         rate_gbps = float(rate_match[0])
-        # An InfiniBand link has four lanes. One is a fault; two may be meant (HDR100 and NDR200).
+        # An InfiniBand link has four lanes. A single lane is a fault; two may be meant (HDR100 and NDR200).
         if KINDS[nic.kind].infiniband and lanes and lanes[1] == "1":
             yield problem(
                 nic.name,

@@ -94,7 +94,7 @@ def _check_infiniband_subnets(title: str, nics_of: NicsOfNodes) -> Iterator[Find
 
 
 def _has_flid(nic: Nic) -> bool:
-    """Return whether an InfiniBand port has an address (FLID) at which a router reaches it."""
+    """Return whether an InfiniBand port has an address for routers (FLID)."""
     groups = [gid.value.split(":") for gid in nic.gids if gid.index == _ROUTED_GID_INDEX]
     return bool(groups) and groups[0][_FLID_GROUP] != "0000"
 

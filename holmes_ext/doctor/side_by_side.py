@@ -1,6 +1,6 @@
 """Compares the nodes of a cluster: NICs, rates, MTUs, GID indices, and versions of packages.
 
-`holmes doctor --json` prints the results for one node, a NodeCheck. compare() takes those of several nodes
+`holmes doctor --json` prints the results for a node, a NodeCheck. compare() takes those of several nodes
 and returns findings about their differences.
 """
 
@@ -36,7 +36,7 @@ class NodeCheck:
     """Results of `holmes doctor` on one node."""
 
     node: NodeReport  # with its NICs
-    versions: dict[str, str]  # package -> version, which must be the same on all nodes
+    versions: dict[str, str]  # package -> version; it must be the same on all nodes
     settings: dict[str, str]  # environment variables that must be the same on all nodes
     findings: tuple[Finding, ...]
     nccl: tuple[str, ...] = ()  # lines about the settings that holmes would pass to NCCL
@@ -185,7 +185,7 @@ class _Fact(NamedTuple):
     what: str
     value_of: Callable[[NodeCheck], str]  # returns the value on a node, in words
     why: str  # effect of a difference
-    mend: str  # what the user can do about it
+    mend: str  # advice for the user
     make: Callable[..., Finding] = note  # makes the finding
 
 
@@ -251,7 +251,7 @@ def _finding_if_different(
         values: Node -> its value.
         what: The property, in words.
         why: Effect of a difference.
-        mend: What the user can do about it.
+        mend: Advice for the user.
     """
     counts = Counter(values.values()).most_common()
     if len(counts) <= 1:
@@ -269,7 +269,7 @@ def _finding_if_different(
 
 
 def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding]:
-    """Yield findings about differences between nodes and what cluster.toml says about them.
+    """Yield findings about differences between nodes and their description in cluster.toml.
 
     Findings are about nodes of the file that were not checked, checked nodes that are not in the file,
     reports that contradict the file, and rates that differ from those in the file.

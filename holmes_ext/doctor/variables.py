@@ -43,7 +43,7 @@ COMPARED = (
     "HOLMES",
     "HOLMES_DISABLE",
 )
-#: Variables of a branch of NCCL in which one communicator can use several networks.
+#: Variables of a branch of NCCL that lets a communicator use several networks.
 CROSS_DC = ("NCCL_ALLNET_ENABLE", "NCCL_SCATTER_XDC")
 
 

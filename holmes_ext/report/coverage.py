@@ -1,4 +1,4 @@
-"""Line of a report that says which steps it covers, if the telemetry of a rank ends early."""
+"""Line of a report with the steps that it covers, if the telemetry of a rank ends early."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RankSteps(Protocol):
 
 
 def note_on_coverage(covered: Sequence[int], files: Sequence[RankSteps]) -> list[str]:
-    """Return a line that says which steps a report covers, if a rank has not closed its file; else [].
+    """Return [a line with the steps that a report covers] if a rank has not closed its file; else [].
 
     A rank does not close its file while the job runs, if it was killed, or if the disk was full.
 

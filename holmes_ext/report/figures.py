@@ -1,9 +1,9 @@
 """Computes the figures of `holmes report` from the telemetry of a run.
 
-Telemetry is what --holmes-telemetry writes: a file for each rank with a line for each step, which
-report/files.py reads. The figures are step times, and for every kind of process group (data, pipeline, ...)
-on every fabric the bytes that were sent, the rate that was achieved, and the exposed seconds, in which the
-program waited for communication.
+The option --holmes-telemetry writes a file for each rank with a line for each step (report/files.py reads
+these files). The figures are step times, and for every kind of process group (data, pipeline, ...) on every
+fabric the bytes that were sent, the rate that was achieved, and the exposed seconds: the program waited for
+communication.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KIND, _WHERE = 0, 2  # positions of the kind of group, and of "inside" or "acro
 
 
 class _Participant(NamedTuple):
-    """The part of one rank in an operation, with times on rank 0's clock."""
+    """The part of a rank in an operation, with times on rank 0's clock."""
 
     rank: int
     start: float
@@ -39,14 +39,14 @@ class _Participant(NamedTuple):
 class _Send(NamedTuple):
     """Bytes that were sent in an interval of time."""
 
-    sender: Any  # for which the rate is computed, e.g. a pair of clusters
+    sender: Any  # the rate is computed for it, e.g. a pair of clusters
     timeline: Hashable  # overlapping intervals of the same timeline count once
     interval: tuple[float, float]  # start and end, in seconds
     sent_bytes: float
 
 
 class _OperationKey(NamedTuple):
-    """Identity of an operation, which is the same on all ranks that take part."""
+    """Identity of an operation, the same on all ranks that take part."""
 
     kind: str
     fabric: str
@@ -67,7 +67,7 @@ class GroupRow:
     operations: float  # per step
     sent: float  # bytes per step
     busy_s: float  # seconds per step with an operation under way, including waits for other ranks
-    exposed_s: float  # seconds per step for which the program stood still
+    exposed_s: float  # seconds per step that the program stood still
     #: Bits/s while all ranks of an operation took part (from the traced steps); 0 if unknown.
     achieved_bps: float
     configured_bps: float
@@ -95,19 +95,19 @@ class RankRow:
     node: str
     cluster: str
     step_s: float
-    exposed_s: float  # for which the program waited for communication
+    exposed_s: float  # while the program waited for communication
     own_s: float  # the rest of the step
 
 
 @dataclass(frozen=True)
 class JoinedRow:
-    """Outer rounds, in which jobs exchange pseudo-gradients. Values are medians over the rounds."""
+    """Medians over a job's outer rounds, in which joined jobs exchange pseudo-gradients."""
 
     rounds: int
     counted: int  # committed rounds in which this job took part
     sent: float  # bytes of all ranks together
     seconds: float  # from start to end, on the slowest rank
-    exposed_s: float  # for which the slowest rank waited
+    exposed_s: float  # while the slowest rank waited
     #: Difference between this job's pseudo-gradient and the aggregate, in the last counted round. None if no
     #: other job took part.
     drift: float | None
@@ -117,11 +117,11 @@ class JoinedRow:
 class PlanRow:
     """A plan that was used for some of the steps."""
 
-    step: int  # the first one
+    step: int  # the first step with the plan
     in_flight: tuple[int, ...]  # micro-batches of each stage; () for the engine's own schedule
     predicted_s: float | None  # seconds of a step; None before the first change
     steps: int
-    step_s: float  # median of its steps without the first one; 0 if there is only one
+    step_s: float  # median of its steps without the first; 0 if there is no other
     sums: str = ""  # how the reductions of gradients changed with it, in words
 
     @property
@@ -202,11 +202,11 @@ def _plan_rows(run: Run) -> tuple[PlanRow, ...]:
     changes = [change for rank in run.ranks for change in rank.plans]
     if not changes:
         return ()
-    # The plan at the start has no line of its own. Its "step" is the one before the first, because
-    # the "step" of a plan is not timed (see below). then_s, the predicted time, is not known.
+    # The plan at the start has no line. Its "step" is the step before the first, because the "step" of a plan
+    # is not timed (see below). then_s, the predicted time, is not known.
     first = {"step": run.steps[0] - 1, "in_flight": changes[0]["before"], "then_s": None}
     plans = [first, *changes]
-    # A plan is used from its own step until the step of the next one.
+    # A plan is used from its "step" until that of the next plan.
     ends = [*(change["step"] for change in changes), run.steps[-1] + 1]
     rows = []
     for plan, end in zip(plans, ends):
@@ -253,12 +253,12 @@ def _joined_row(run: Run) -> JoinedRow | None:
         exposed_s=statistics.median(
             max(report["exposed"] for report in reports) for reports in rounds
         ),
-        drift=drifts[-1] if drifts else None,  # of the last round that has one
+        drift=drifts[-1] if drifts else None,  # of the last round with a drift
     )
 
 
 def _rank_row(rank_file: RankFile, steps: list[int]) -> RankRow:
-    """Return the figures of one rank, as medians over the steps with the numbers `steps`."""
+    """Return the figures of a rank, as medians over the steps with the numbers `steps`."""
     step_times = []
     exposed_times = []
     own_times = []
@@ -282,10 +282,10 @@ def _rank_row(rank_file: RankFile, steps: list[int]) -> RankRow:
 def exposed_rows(step: dict[str, Any]) -> list[list[Any]]:
     """Return the "groups" of a step, with the seconds that the program waited for gradients.
 
-    A GradientReducer runs all-reduces in threads, so their rows have no exposed seconds. The step
-    has the wait for the reducer as one number for all groups. What exceeds the exposed seconds of
-    the data-parallel rows is added to one of them, because it cannot be divided: if possible to the
-    row for groups "across" clusters, which are the slowest.
+    A GradientReducer runs all-reduces in threads, so their rows have no exposed seconds. The step has the
+    wait for the reducer as a single number for all groups. The part of it that exceeds the exposed seconds of
+    the data-parallel rows cannot be divided among them. It is added to one row: if possible to that for
+    groups "across" clusters, which are the slowest.
 
     Args:
         step: Line of a step in the telemetry of one rank.
@@ -305,7 +305,7 @@ def exposed_rows(step: dict[str, Any]) -> list[list[Any]]:
 
 
 class _Sums(NamedTuple):
-    """Communication of one rank in groups of one kind, added up over the steps."""
+    """Communication of a rank in groups of one kind, added up over the steps."""
 
     operations: float = 0.0
     sent_bytes: float = 0.0
@@ -363,7 +363,7 @@ def _group_rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
 
 
 def _pair_rows(run: Run) -> tuple[PairRow, ...]:
-    """Return the traffic from each cluster to each other one, the most exposed pair first.
+    """Return the traffic from each cluster to each other cluster, the most exposed pair first.
 
     Bytes are added over the ranks, which share the link. Exposed seconds are averaged over the
     ranks that use the link, because these wait at the same time.
@@ -402,11 +402,11 @@ def _pair_rows(run: Run) -> tuple[PairRow, ...]:
 
 
 def _achieved_between_clusters(run: Run) -> dict[tuple[str, str], float]:
-    """Return the achieved rate from each cluster to each other one, in bits/s.
+    """Return the achieved rate from each cluster to each other cluster, in bits/s.
 
-    The rate is the bytes sent between the two clusters, divided by the time in which an operation between
-    them is under way on any rank. Only traced steps count. A collective counts as a ring in the order of the
-    ranks: each rank sends to the next one.
+    The rate is the bytes sent between the two clusters, divided by the time while an operation between them
+    is under way on any rank. Only traced steps count. A collective counts as a ring in the order of the
+    ranks: each rank sends to the next.
     """
     cluster_of = {rank_file.rank: rank_file.head["cluster"] for rank_file in run.ranks}
     sends: list[_Send] = []
@@ -490,7 +490,7 @@ def _operations_with_ranks(run: Run, step: int) -> dict[_OperationKey, list[_Par
             kind, fabric, name, group, number, peer, start, end, _waited, sent_bytes = row
             if not end:  # 0: not over when the step ended
                 continue
-            # A send and its receive are one operation, with the same (sender, receiver) on both ranks.
+            # A send and its receive are a single operation, with the same (sender, receiver) on both ranks.
             ends = None
             if peer is not None:
                 ends = (rank, peer) if name == "send" else (peer, rank)

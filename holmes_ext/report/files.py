@@ -99,14 +99,14 @@ class Run:
         ]
 
     def traced(self) -> list[int]:
-        """Return the steps for which every rank lists its operations."""
+        """Return the numbers of the steps that are traced: every rank lists its operations in them."""
         return [
             step for step in self.steps if all("ops" in rank.steps[step] for rank in self.ranks)
         ]
 
     @property
     def rounds(self) -> dict[int, list[dict[str, Any]]]:
-        """Figures of outer rounds with other jobs: number of a round -> the figures of each rank."""
+        """Number of an outer round (an exchange of joined jobs) -> its line in each rank's file."""
         reports = grouped(
             (report["round"], report) for rank in self.ranks for report in rank.rounds
         )
@@ -144,7 +144,7 @@ def load(directory: str | Path) -> Run:
     """Read the telemetry of a run.
 
     Args:
-        directory: Folder of a run, or a folder of several runs, of which the newest is read.
+        directory: Folder of a run, or a folder of several runs: the newest is read.
 
     Raises:
         HolmesError: There is no telemetry, or a file is bad. The message names the file and the
@@ -157,7 +157,7 @@ def load(directory: str | Path) -> Run:
             f"{folder}: there is no such directory; give the one of --holmes-telemetry"
         )
     try:
-        # The name of a run begins with its start time, so the last one in the order is the newest.
+        # The name of a run begins with its start time, so the last in the order is the newest.
         runs = sorted({path.parent for path in folder.glob("*/rank*.jsonl")})
         files = list(folder.glob("rank*.jsonl"))
     except OSError as error:
@@ -219,7 +219,7 @@ def _notes_on(ranks: list[RankFile]) -> list[str]:
 
 
 def read(path: Path) -> RankFile:
-    """Read the telemetry of one rank. A last line that is incomplete is left out.
+    """Read the telemetry of a rank. A last line that is incomplete is left out.
 
     Raises:
         HolmesError: The file is bad. The message names the line.
@@ -284,7 +284,7 @@ def _add_rows(rows: list[list[Any]], new_rows: list[list[Any]], key_length: int)
     """Return the rows of two tables. Rows with the same key become one row with the sums of their numbers.
 
     Args:
-        rows: Rows of texts, which are the key, followed by numbers.
+        rows: Rows of texts (the key), followed by numbers.
         new_rows: The rows to add.
         key_length: Number of texts at the beginning of a row.
     """
@@ -305,7 +305,7 @@ _KEY_LENGTHS = {"groups": 3, "between": 2}
 
 
 def _add_line(file: RankFile, document: dict[str, Any], where: str) -> None:
-    """Check a line after the first one, and add it to the RankFile.
+    """Check a line after the first, and add it to the RankFile.
 
     Args:
         file: Gets the content of the line.
@@ -437,7 +437,7 @@ def _mark_as_closed(file: RankFile, document: dict[str, Any], where: str) -> Non
     file.closed = True
 
 
-#: Key by which a line is recognized -> function that checks it and adds it to a RankFile.
+#: Key that a line is recognized by -> function that checks the line and adds it to a RankFile.
 _READERS: dict[str, Callable[[RankFile, dict[str, Any], str], None]] = {
     "clock": _add_clock,
     "step": _add_step,

@@ -1,7 +1,7 @@
-"""Shows one training step of every rank: a trace for Chrome or Perfetto, and rows of a timeline picture.
+"""Shows a training step of every rank: a trace for Chrome or Perfetto, and rows of a timeline picture.
 
-The trace has a process for each rank. Its threads are "compute", and one for each kind of process group
-(trace event format of Chrome).
+The trace has a process for each rank. Its threads are "compute", and one for each kind of process
+group (trace event format of Chrome).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _START = 6  # position of the start in a row of "ops"
 
 
 def chosen_step(run: Run, step: int | None) -> int:
-    """Return the step to show: `step`, or the last one that is traced on all ranks if it is None.
+    """Return the step to show: `step`, or if it is None the last step that is traced on all ranks.
 
     Args:
         run: Telemetry of all ranks.
@@ -64,7 +64,7 @@ def trace(run: Run, step: int) -> dict[str, Any]:
 
 
 def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, Any]]:
-    """Return the trace events of one rank.
+    """Return the trace events of a rank.
 
     Args:
         rank_file: Telemetry of the rank.
@@ -81,12 +81,12 @@ def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, A
     ) -> None:
         """Append an event of this rank to the trace, with its times shifted to the trace's zero.
 
-        Zero is the moment at which the first rank began the step.
+        Zero is the moment when the first rank began the step.
 
         Args:
             thread: Row of the event in the trace viewer, by number.
             name: Title of the event.
-            category: Category by which the viewer filters.
+            category: Category, for the filter of the viewer.
             start: Begin of the event, in seconds on the clock of the rank's node.
             end: End of the event on the same clock.
             arguments: Details that the viewer shows.
@@ -140,7 +140,7 @@ def _name_event(event: str, rank: int, thread: int, name: str) -> dict[str, Any]
 
     Args:
         event: "process_name" or "thread_name".
-        rank: Rank, which is the process of the trace.
+        rank: Rank: a process of the trace.
         thread: Number of the thread in the trace.
         name: The name to show.
     """
@@ -150,10 +150,10 @@ def _name_event(event: str, rank: int, thread: int, name: str) -> dict[str, Any]
 def _free_thread(
     threads: dict[str, int], busy_until: dict[int, float], kind: str, start: float, end: float
 ) -> int:
-    """Return a thread for an event, in which no other event overlaps it; add a thread if necessary.
+    """Return a thread without another event at the time of an event; add a thread if necessary.
 
     The threads of a kind are named "data", "data 2", "data 3", ... If no thread is free and there
-    are _MOST_THREADS - 1 of the kind, the last one is returned: events overlap in it.
+    are _MOST_THREADS - 1 of the kind, the last thread is returned: events overlap in it.
 
     Args:
         threads: Name of a thread -> its number.
@@ -163,7 +163,7 @@ def _free_thread(
         end: End of the event.
     """
     # number: of the thread among those of its kind. thread: its number in the whole trace. If the
-    # loop ends without a break, `thread` is the last one.
+    # loop ends without a break, `thread` is the last thread.
     for number in range(1, _MOST_THREADS):
         name = kind if number == 1 else f"{kind} {number}"
         thread = threads.setdefault(name, len(threads))
@@ -181,7 +181,7 @@ def pictured(run: Run, step: int) -> list[dict[str, Any]]:
         step: Number of a step that is traced on all ranks.
 
     Returns:
-        One dict for each rank: "rank", "node", "events" as rows [kind, start, end, bytes], and
+        A dict for each rank: "rank", "node", "events" as rows [kind, start, end, bytes], and
         "step": (first begin, last end) of the step on any rank, the same in all dicts.
     """
     begin = min(rank.steps[step]["begin"] + run.offset(rank) for rank in run.ranks)
@@ -195,6 +195,7 @@ def pictured(run: Run, step: int) -> list[dict[str, Any]]:
             if kind in ("forward", "backward", "optimizer"):
                 events.append([kind, span_start + offset, span_end + offset, 0])
         for op in line["ops"]:
+            # All columns of an operation. The picture needs its name, its times and the sent bytes.
             _kind, _fabric, name, _group, _number, _peer, op_start, op_end, _waited, sent = op
             if op_end:  # 0: not over when the step ended
                 kind = _PICTURED.get(name, "collective")

@@ -1,6 +1,6 @@
 """Emulation of heterogeneous clusters on one machine, the "lab".
 
-Nodes are network namespaces, which are connected by links with limited rates. NICs and accelerators are
+Nodes are network namespaces, connected by links with limited rates. NICs and accelerators are
 emulated.
 
     from holmes_lab import Lab
@@ -13,7 +13,7 @@ emulated.
               `--- for each job: a socket to its supervisor, and the pipes of its ranks ---'
 
     keeper              owns all other processes of the lab, and ends when the caller ends
-    namespace holder    sleeps, which keeps the namespaces of a node alive
+    namespace holder    sleeps, and so keeps the namespaces of a node alive
     job supervisor      forks the ranks of one job, and reports their ends
     fork server         a Python that has imported the modules of a job, so that ranks need not import them
 

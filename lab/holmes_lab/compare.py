@@ -5,7 +5,7 @@ The usual variants are:
     stock       on clusters with different NICs, without holmes (the package that this repository
                 provides)
     holmes      on the same clusters, with holmes
-    all-RDMA    without holmes on one cluster, in which all nodes have the fastest NICs: the upper
+    all-RDMA    without holmes on one cluster, where all nodes have the fastest NICs: the upper
                 bound
 
 The variants run in turn, in rotated order, so that a change of this machine's speed favours none:
@@ -45,7 +45,7 @@ Counters = Mapping[str, Mapping[str, Sequence[int]]]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run a training script: on which clusters, with which flags and environment."""
+    """One way to run a training script: its clusters, flags and environment."""
 
     name: str
     spec: SiteSpec  # the emulated clusters
@@ -99,7 +99,7 @@ class Series:
         Args:
             seconds: Seconds of all steps.
             losses: Losses of all steps.
-            skip: Number of first steps, which warm up and whose times are not measured.
+            skip: Number of first steps. They warm up, and their times are not measured.
             result: Result of the job: its output, whether compute was emulated, whether all ranks
                 ran in real time (SCHED_RR), and how busy this machine's cores were.
             before, after: Bytes of each NIC before and after the job. They cover the warm-up, too.
@@ -196,13 +196,13 @@ def compare(
             line of JSON with "loss" and "seconds" for each step, as examples/deepspeed_pipeline does.
         repetitions: Runs of each variant.
         steps: Steps of a run.
-        skip: First steps of a run, which are not measured.
+        skip: First steps of a run, not measured.
         accelerator: Settings of the emulated accelerator (emulate/accelerator.py); None: none.
         traces: Folder for the traces (emulate/trace.py) of each variant's last run, as VARIANT/rank*.json.
         on_run: Called with the name of the variant and the number of the repetition before each run.
         timeout: Seconds of one run.
         preload: Modules that are imported once for all runs on the same clusters.
-        gpus: Emulated GPUs, which the job uses in place of the CPU.
+        gpus: Emulated GPUs that the job uses in place of the CPU.
         scale: Factor of all rates.
 
     Raises:
@@ -212,7 +212,7 @@ def compare(
     with ExitStack() as stack:
         labs: dict[
             str, Lab
-        ] = {}  # hash of the clusters' description -> the lab, which variants share
+        ] = {}  # hash of the clusters' description -> the lab that its variants share
         for variant in variants:
             if variant.spec.digest not in labs:
                 labs[variant.spec.digest] = stack.enter_context(
@@ -266,7 +266,7 @@ def _run(
         script: Path and arguments of the training script. It takes --steps N and --log FILE, and
             writes a line of JSON with "loss" and "seconds" for each step.
         steps: Steps of the run.
-        skip: First steps, which warm up and are not measured.
+        skip: First steps. They warm up, and are not measured.
         options: Keyword arguments of Lab.run(), with "gpus": emulated GPUs, or None.
         series: Gets the measurements.
 

@@ -67,8 +67,8 @@ class LabCoordinator:
     def environment(self) -> dict[str, str]:
         """Return variables that a job needs in addition to its own environment.
 
-        They name the folder in which the job keeps its certificate. If the job is killed and starts
-        again, it finds the certificate there.
+        They name the folder of the job's certificate. If the job is killed and starts again, it finds the
+        certificate there.
         """
         return {"XDG_STATE_HOME": self.state}
 
@@ -100,7 +100,7 @@ class LabCoordinator:
 
 @contextmanager
 def coordinator(lab: Lab, outer: str) -> Iterator[LabCoordinator]:
-    """Run the coordinator, through which training jobs exchange weights, on the first node.
+    """Run the coordinator on the first node. Training jobs exchange weights through it.
 
     It is the command `holmes join serve`. It is killed at the end of the `with` block.
 
@@ -118,7 +118,13 @@ def coordinator(lab: Lab, outer: str) -> Iterator[LabCoordinator]:
 
 @contextmanager
 def _serve(lab: Lab, running: LabCoordinator, outer: str) -> Iterator[None]:
-    """Run `holmes join serve` until the end of the `with` block."""
+    """Run `holmes join serve` until the end of the `with` block.
+
+    Args:
+        lab: The emulated clusters.
+        running: The coordinator: its environment. Its list of printed lines grows.
+        outer: Value of --outer, the settings of the rounds.
+    """
     lines = running.lines
     serve = lab.start(
         [*_COMMAND, "serve", "--port", str(_PORT), "--outer", outer],
@@ -141,7 +147,7 @@ def _serve(lab: Lab, running: LabCoordinator, outer: str) -> Iterator[None]:
 class LabJob:
     """Running training job on emulated nodes, with access to its logged steps and its end.
 
-    start() makes it. The job runs the script examples/plain_torch/train.py, which logs every step.
+    start() makes it. The job runs the script examples/plain_torch/train.py, and the script logs every step.
     """
 
     name: str

@@ -43,7 +43,7 @@ class Lab:
         realtime: Whether ranks run under SCHED_RR if that is permitted (RunResult.realtime tells).
         sysctl: Kernel settings of the network namespace of each node, such as
             {"net.ipv4.tcp_wmem": "4096 16384 67108864"}. Others are as on this machine.
-        login: Whether there is a host "login" besides the nodes, on which lab/launchers/ start jobs.
+        login: Whether there is a host "login" besides the nodes, where lab/launchers/ start jobs.
 
     Raises:
         HolmesError: This machine lacks a right or a tool. The message names it.
@@ -69,7 +69,7 @@ class Lab:
         self._by_name = {node.name: node for node in self.hosts}
         self._tools = {name: program(name) for name in ("ip", "tc")}  # paths of these programs
         self._ports = itertools.count(_FIRST_PORT)  # values of MASTER_PORT for the jobs
-        #: Control sockets of preloaded Pythons from which ranks are forked.
+        #: Control sockets of preloaded Pythons; ranks are forked from these.
         self._fork_servers: dict[TemplateKey, socket.socket] = {}
         #: Host -> PIDs of the process that keeps its namespaces alive.
         self._holders: dict[str, wire.HolderPids] = {}
@@ -136,7 +136,7 @@ class Lab:
             order: Names of the nodes in the order of their ranks. None: all, in the order of the file.
             processes: Processes of each node; None for the number in the file.
             env: Variables in addition to those of this process.
-            preload: Modules that are imported once in a process, from which all ranks are then forked.
+            preload: Modules that are imported once, in a process that then forks all ranks.
                 `command` must be `python SCRIPT ...` or `python -m MODULE ...`.
             timeout: Seconds after which the job ends with status 124; None: no limit.
             on_line: Called in a thread as on_line(rank, line, "stdout" or "stderr") for each line of output.
@@ -144,7 +144,7 @@ class Lab:
             accelerator: Settings of the emulated accelerator (emulate/accelerator.py); None: none.
             grace: Seconds that the other ranks have to end by themselves when one fails.
             cwd: Working directory; None for that of this process.
-            gpus: Emulated GPUs of the ranks. The ranks then record what they do in Job.watch.
+            gpus: Emulated GPUs of the ranks. The ranks then record their state in the folder Job.watch.
         """
         nodes = list(self.nodes) if order is None else [self._node(name) for name in order]
         ranks.check_order(nodes)
@@ -230,9 +230,9 @@ class Lab:
     def _message(
         self, number: int, host: str, argv: list[str], env: dict[str, str], directory: str
     ) -> dict[str, Any]:
-        """Return the message from which a job supervisor (process/launch.py) starts one process on a host.
+        """Return the message that makes a job supervisor (process/launch.py) start one process on a host.
 
-        The process enters the namespaces of the host, which the process `holder` keeps alive.
+        The process enters the namespaces of the host. The process `holder` keeps them alive.
 
         Args:
             number: The rank, or the number of a program that is no rank.
@@ -257,9 +257,9 @@ class Lab:
 
         Args:
             messages: One message of _message() for each process.
-            server_control: Control socket of a fork server, a Python with the job's modules.
-                Supervisor and processes are then its forks. None: the keeper, which owns the lab's
-                processes, forks the supervisor, and each process executes its command.
+            server_control: Control socket of a fork server, a Python with the job's modules: it forks the
+                supervisor, and so these are in all processes of the job. None: the keeper, the owner of the
+                lab's processes, forks the supervisor, and each process executes its command.
             options: Further keyword arguments of Job.
         """
         ours, theirs = wire.pair()  # `theirs` is the end for the supervisor
@@ -382,7 +382,7 @@ class Lab:
     def _start_keeper(self) -> None:
         """Start the keeper, the process that owns all other processes of the lab (process/keeper.py)."""
         owner = state.identity(os.getpid())
-        # Entries of state.json, from which `holmes lab down` and `holmes lab shell` find this lab.
+        # Entries of state.json: by these, `holmes lab down` and `holmes lab shell` find this lab.
         self._state = {"owner": owner, "source": self.spec.source, "nodes": list(self._by_name)}
         state.record(self.directory, keeper=state.NO_PROCESS, **self._state)
         self._keeper = KeeperProcess(self.directory)
@@ -472,11 +472,11 @@ class Lab:
     def _fork_server(
         self, interpreter: str, modules: tuple[str, ...], env: dict[str, str], directory: str
     ) -> socket.socket:
-        """Return the control socket of a fork server, which is started if there is none yet.
+        """Return the control socket of a fork server. It is started if there is none yet.
 
         A fork server is a Python in the lab that imports modules once, and then forks ranks. With
         Lab.templates, it is forked from a template, a Python outside of the labs with the same
-        imports. Otherwise the keeper, which owns the lab's processes, starts it as a new Python.
+        imports. Otherwise the keeper (the process that owns the lab's processes) starts it as a new Python.
 
         Args:
             interpreter, modules: Path of the Python, and names of the modules that it imports.

@@ -1,10 +1,10 @@
 """Measurement of the lab's emulated links: achieved and configured rates of TCP between two nodes.
 
 network/stream.py runs on the nodes. Between clusters, it also measures the round trip and the rate
-of several pairs of nodes at once. The time of a message includes that of its acknowledgement, which
-is a large part of the time of a small message on a fast link. So only messages of COUNTS_FROM bytes
-or more must reach the configured rate within TOLERANCE. All processes run under SCHED_RR if the
-system permits it, so that a busy machine does not change the result.
+of several pairs of nodes at once. The time of a message includes that of its acknowledgement: a
+large part of the time of a small message on a fast link. So only messages of COUNTS_FROM bytes or
+more must reach the configured rate within TOLERANCE. All processes run under SCHED_RR if the system
+permits it, so that a busy machine does not change the result.
 """
 
 from __future__ import annotations
@@ -158,7 +158,14 @@ def measure_between(lab: Lab, first: int, second: int) -> list[BetweenClustersRo
 def _rate_row(
     clusters: tuple[str, str], what: str, configured_bps: float, achieved_bps: float
 ) -> BetweenClustersRow:
-    """Return the row of a rate in bits/s that was measured between two clusters."""
+    """Return the row of a rate in bits/s that was measured between two clusters.
+
+    Args:
+        clusters: Names of the sending and the receiving cluster.
+        what: Name of the measurement, such as "512 KiB" or "4 pairs at once".
+        configured_bps: Rate that cluster.toml leads to, in bits/s.
+        achieved_bps: Measured rate, in bits/s.
+    """
     is_within = abs(achieved_bps / configured_bps - 1) <= TOLERANCE
     return BetweenClustersRow(clusters, what, configured_bps, achieved_bps, is_within)
 
@@ -202,7 +209,7 @@ def _run_stream_program(
     addresses: Sequence[str],
     sizes: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """Measure TCP between pairs of nodes with network/stream.py, which runs on all of these nodes.
+    """Measure TCP between pairs of nodes by running network/stream.py on all of these nodes.
 
     Args:
         lab: The running lab.
@@ -215,9 +222,9 @@ def _run_stream_program(
         sizes: Sizes of the messages in bytes.
 
     Returns:
-        The values of each sender. "flood": rate of what it sent without a pause, in bits/s.
+        The values of each sender. "flood": rate of the data sent without a pause, in bits/s.
         "round_trip": median in seconds; "seconds": [mean of a message with its acknowledgement, for
-        each size]. Keys of what was not measured are missing.
+        each size]. Keys of values that were not measured are missing.
 
     Raises:
         HolmesError: the program failed.
@@ -281,7 +288,7 @@ def _measure_link(lab: Lab, link: str, first: LabNode, second: LabNode) -> list[
 
 
 def _pairs_to_measure(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabNode]]:
-    """Choose the two nodes between which each network is measured.
+    """Choose two nodes for each network, to measure the network between them.
 
     Returns:
         Name of the network -> (sender, receiver). A network without a suitable pair is missing.
@@ -303,7 +310,7 @@ def _pairs_to_measure(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabN
 
 
 def _ethernet_pair(nodes: Sequence[LabNode]) -> tuple[LabNode, LabNode] | None:
-    """Choose the two nodes between which Ethernet is measured; None if no pair is suitable.
+    """Choose two nodes, to measure Ethernet between them; None if no pair is suitable.
 
     If all clusters share one Ethernet, they are the first two nodes of different clusters, or the
     first two nodes if there is one cluster.

@@ -25,7 +25,7 @@ PACKAGES = {
 
 
 def program(name: str) -> str:
-    """Return the path of a program, also from the sbin folders, which a user's PATH may lack.
+    """Return the path of a program, also from the sbin folders (a user's PATH may lack them).
 
     Raises:
         HolmesError: the program is not installed.

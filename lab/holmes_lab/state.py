@@ -1,4 +1,4 @@
-"""Folder of each lab on this machine, with which `holmes lab down` removes the remains of a crash.
+"""Folder of each lab on this machine. `holmes lab down` uses it to remove the remains of a crash.
 
 The folder TMPDIR/holmes-lab-UID-OWNER-xxxxxxxx has files of the nodes, and state.json with these keys:
 
@@ -69,7 +69,12 @@ def identity(pid: int) -> list[int]:
 
 
 def record(directory: Path, **content: object) -> None:
-    """Write state.json so that readers never see a part of it."""
+    """Write the file state.json of a lab's folder by one rename, so that readers never see a part of it.
+
+    Args:
+        directory: Folder of the lab.
+        content: The keys of the file (see the head of this module), with their values.
+    """
     write_whole(directory / "state.json", json.dumps(content))
 
 
@@ -106,8 +111,8 @@ def _clear_one(directory: Path, running_too: bool) -> Found:
         running_too: Do so also if the process that created the lab still runs.
 
     Returns:
-        The lab. `cleared` is false if it was left alone. `owner_alive` and `keeper_alive` say which
-        of its processes ran when this function was called.
+        The lab. `cleared` is false if it was left alone. `owner_alive` and `keeper_alive` say whether these
+        processes ran when this function was called.
     """
     try:
         state = load_json(directory / "state.json", advice="").values

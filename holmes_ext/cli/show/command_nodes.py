@@ -47,7 +47,8 @@ def nodes_of_command(words: Sequence[str], spec: SiteSpec) -> NodesOfCommand:
     """Return the part of cluster.toml that a command starts on.
 
     If the command names its hosts, and the file has all of them, only those count. If it names only a
-    number of nodes, the plan is for all nodes of the file: which of them the job gets is not known.
+    number of nodes, the plan is for all nodes of the file: it is not known which of them the job
+    gets.
 
     Args:
         words: The training command; without a launcher, all nodes count.

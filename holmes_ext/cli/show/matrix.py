@@ -14,7 +14,7 @@ WAN_TITLE = "between clusters, one way: what all traffic shares, latency"
 
 
 def show_wan(site: Site, notes: Sequence[str] = ()) -> None:
-    """Print a table of the rate and latency from each cluster to each other one, and notes.
+    """Print a table of the rate and latency from each cluster to each other cluster, and notes.
 
     The table has a row and a column for each cluster. There is no table if cluster.toml describes
     no network between the clusters.
@@ -33,10 +33,10 @@ def show_wan(site: Site, notes: Sequence[str] = ()) -> None:
 def wan_table(site: Site) -> tuple[list[Column], list[list[str]]]:
     """Return the columns and the rows of the table, with a row for each sending cluster.
 
-    The column "uplink" has the rate of the cluster's uplink, which its traffic to all other clusters
-    shares; "" if it has none. The other columns are the receiving clusters. Their cells have the rate
-    and the latency of the path in this direction, such as "10 Gb/s 20 ms". All flows from the one
-    cluster to the other share this rate.
+    The column "uplink" has the rate of the cluster's uplink (all its traffic to other clusters
+    shares it); "" if it has none. The other columns are the receiving clusters. Their cells have
+    the rate and the latency of the path in this direction, such as "10 Gb/s 20 ms". All flows from
+    the sending to the receiving cluster share this rate.
     """
     columns = [Column("cluster"), Column("uplink", right=True)]
     # On a narrow terminal, the cells of these columns are wrapped to 8 characters. If that is
@@ -77,7 +77,7 @@ def _link(site: Site, source: str, target: str) -> str:
     # Hops: uplinks and links between the clusters that limit the rate or add latency.
     hops = site.wan.hops(source, target)
     rate_bps = min((hop.rate_bps for hop in hops), default=float("inf"))
-    # Without latencies of hops, messages take as long as between nodes of one cluster.
+    # Without latencies of hops, messages take as long as between nodes of the same cluster.
     latency_s = sum(hop.latency_s for hop in hops) or site.fabric_by_name[ETHERNET].latency_s
     rate = "flat" if rate_bps == float("inf") else format_rate(rate_bps)
     return f"{rate} {format_seconds(latency_s)}"

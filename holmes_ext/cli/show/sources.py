@@ -40,7 +40,7 @@ class _Source(NamedTuple):
 
     name: str  # in messages
     needs_file: bool
-    is_per_node: bool = False  # whether it prints one node, so that several files may be given
+    is_per_node: bool = False  # whether it prints a single node, so that several files may be given
 
 
 #: Value of --from -> source.
@@ -177,7 +177,7 @@ def _drop_options_of_existing(
         existing: Content of the file.
         kinds: Cluster -> kind in the options. It is changed.
         rates: Cluster -> rate in the options, bits/s. It is changed.
-        ethernet_bps: Rate of the network that reaches every node in the options, 0 without one.
+        ethernet_bps: Rate of the network that reaches every node in the options, 0 if they have none.
     """
     kept = []
     for cluster in existing.clusters:
@@ -311,7 +311,7 @@ def _print_changes(
     nodes: Sequence[FoundNode],
     additions: write.Additions,
 ) -> None:
-    """Print what is new in the file, and which nodes were not found or cannot be used now.
+    """Print the new nodes and clusters of the file, and the nodes that are missing or cannot be used now.
 
     Args:
         path: The file, None for standard output.

@@ -32,11 +32,11 @@ _GAP = 2
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a table."""
+    """Column of a printed table: its title, and how it becomes narrower if the table is too wide."""
 
     name: str
     right: bool = False  # align right, for numbers
-    wrap: int = 0  # smallest width to which words may be wrapped, in characters; 0: never wrapped
+    wrap: int = 0  # smallest width after wrapping words, in characters; 0: never wrapped
     drop: int = 0  # the column with the largest value is left out first; 0: always shown
 
 

@@ -1,7 +1,7 @@
 """Reads the input of `holmes plan`: model and parallel sizes from options, files and a training command.
 
-The result is a Training. It also has lines for the user: what was read from the command, what was
-assumed, and which arguments were not counted.
+The result is a Training. It also has lines for the user: values from the command, assumptions, and arguments
+that were not counted.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from holmes_ext.words import counted, some_of
 
 #: Options that name parallel sizes.
 SIZES = ("pipeline", "tensor", "context", "expert", "order")
-#: Begin of a line that names nodes without which the job would be faster.
+#: Begin of a line that names nodes that make the job slower.
 LEAVE_OUT = "leave out "
-#: Number of words that one line lists.
+#: Number of words that a line lists.
 MAX_LISTED = 4
 _WIDTH_OF_32_BITS = 4  # bytes
 
@@ -46,7 +46,9 @@ class Training:
 
     model: Model | None  # None if nothing names the model
     sizes: Sizes | None  # the user's layout, not completed; None if nothing names sizes
-    command_line: CommandLine = CommandLine()  # what the training command sets; empty without one
+    command_line: CommandLine = (
+        CommandLine()
+    )  # settings in the training command; empty without a command
     lines: tuple[str, ...] = ()  # assumptions and arguments that were not read, for the user
     options: Options = Options()  # holmes's flags in the command, and HOLMES_DISABLE
     engine: EngineTraits = EngineTraits()  # capabilities of the framework
@@ -55,7 +57,7 @@ class Training:
 
     @property
     def known_model(self) -> Model:
-        """The model, in code that runs only for jobs with a model; AssertionError without one."""
+        """The model, in code that runs only for jobs with a model; AssertionError without a model."""
         assert self.model is not None
         return self.model
 
@@ -67,7 +69,7 @@ class Training:
         return (self.command_line.zero, self.command_line.virtual)
 
     def show(self, screen: Screen) -> None:
-        """Print what was read from the training command, assumed, and not counted."""
+        """Print the lines about values from the training command, assumptions, and arguments not counted."""
         show_lines(screen, self.lines)
 
 
@@ -81,7 +83,7 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
 
     Args:
         args: Arguments of `holmes plan`: its options, and the job's command after --, if there is one.
-        spec: The clusters, which say how fast their GPUs are.
+        spec: The clusters, with the speed of their GPUs.
 
     Raises:
         HolmesError: an argument or file is wrong, or the command has some flags of a model and lacks
@@ -108,8 +110,8 @@ def _training_of(
         spec: The clusters.
         command: The training command, as words before, at and after its script; no words if there
             is no command.
-        command_line: What the flags among these words mean: model, sizes and settings of the job.
-        lines: Lines for the user about what was read from the command.
+        command_line: The meaning of the flags among these words: model, sizes and settings of the job.
+        lines: Lines for the user about the values that were read from the command.
     """
     model = _model_of_job(args, command_line)
     if model is None and command.hidden_model:
@@ -229,7 +231,7 @@ def _lines_about_gpus(args: argparse.Namespace, model: Model, spec: SiteSpec) ->
 def _line_about_assumed_speed(
     args: argparse.Namespace, model: Model, spec: SiteSpec
 ) -> Iterator[str]:
-    """Yield a line with the assumed speed of GPUs of which nothing is known.
+    """Yield a line with the assumed speed of GPUs if nothing is known about them.
 
     Args:
         args: Arguments of `holmes plan`.
@@ -277,13 +279,13 @@ def _lines_about_unknown_gpus(spec: SiteSpec) -> Iterator[str]:
 def _options_of_job(args: argparse.Namespace, command: Command) -> Options:
     """Return holmes's options that the job would have, for the prediction of its step.
 
-    Three sources give them. A later one wins:
+    Three sources give them. A later source wins:
 
     1. Variables HOLMES_... of the environment, e.g. HOLMES_INFLIGHT for --holmes-inflight. One of
        them, HOLMES_DISABLE, names features of holmes that are switched off (`off` of the result).
     2. Flags --holmes-... in the training command.
     3. The options --inflight off and --schedule auto of `holmes plan`, which stand for the job's
-       --holmes-inflight and --holmes-schedule. Their other values change nothing.
+    --holmes-inflight and --holmes-schedule. Their other values change nothing.
     """
     options, _ = parse_flags(list(command.words), os.environ)
     if args.inflight == "off":
@@ -339,9 +341,10 @@ def _command_of(words: list[str]) -> Command:
 
 
 def _read_command(command: Command) -> CommandLine:
-    """Return the description of the job in a training command and its --holmes-... flags.
+    """Return the model, sizes and settings of the job that a training command starts.
 
-    Sizes and layers of stages in flags of holmes replace those in the script's own arguments.
+    They are read from the arguments of its script, both the framework's flags and those of holmes
+    (--holmes-...). Sizes and layers of stages in flags of holmes replace those of the framework.
     """
     # {}: environment variables (HOLMES_...) of this machine do not count for the job.
     options, others = parse_flags(list(command.arguments), {})
@@ -362,7 +365,7 @@ def _sizes_of_job(args: argparse.Namespace, command_line: CommandLine) -> Sizes 
 
     Args:
         args: Arguments of `holmes plan`.
-        command_line: What was read from the training command.
+        command_line: Model, sizes and settings that were read from the training command.
     """
     sizes = command_line.sizes
     if sizes is None and command_line.model:
@@ -377,12 +380,12 @@ def _sizes_of_job(args: argparse.Namespace, command_line: CommandLine) -> Sizes 
 
 
 def _lines_about_command(command: Command, command_line: CommandLine, model_file: str) -> list[str]:
-    """Return lines for the user: what was read from the training command, and what was not.
+    """Return lines for the user: values that were read from the training command, and words that were not.
 
     Args:
         command: The training command, as words before, at and after its script. There are no lines
             if it has no words.
-        command_line: What the flags among these words mean: model, sizes and settings of the job.
+        command_line: The meaning of the flags among these words: model, sizes and settings of the job.
         model_file: File of --model, "" if the command describes the model.
     """
     lines: list[str] = []
@@ -396,6 +399,7 @@ def _lines_about_command(command: Command, command_line: CommandLine, model_file
         for name, value in command_line.training.items():
             line += f", {name.replace('_', ' ')} {value}"
         lines.append(line)
+        # hidden_model is "...; the way out". --model, which the user has given, is the way out.
         if command.hidden_model:
             lines.append(f"not counted: {command.hidden_model.partition(';')[0]}")
     else:
@@ -425,7 +429,7 @@ def _summary_of_command(model: Model, command_line: CommandLine) -> str:
 
     Args:
         model: Model that the command describes.
-        command_line: What was read from the command.
+        command_line: Model, sizes and settings that were read from the command.
     """
     precision = "32-bit" if model.activation_width == _WIDTH_OF_32_BITS else "16-bit"
     parts = [f"{counted(model.layers, 'layer')}, {model.parameters:.3g} parameters"]

@@ -48,7 +48,7 @@ class FoundNode:
 
     @property
     def hardware(self) -> _Hardware:
-        """Properties by which nodes are grouped into clusters."""
+        """Properties that are equal on all nodes of a cluster."""
         return _Hardware(self.fabric, self.kind, self.gpu, self.processes, self.rate_bps)
 
 
@@ -123,7 +123,7 @@ def _shares_fabric(hardware: _Hardware, all_hardware: Iterable[_Hardware]) -> bo
     states that they share it.
 
     Args:
-        hardware: Hardware of one cluster.
+        hardware: Hardware of a cluster.
         all_hardware: Hardware of all clusters.
     """
     on_fabric = [other for other in all_hardware if other.fabric == hardware.fabric]
@@ -132,7 +132,7 @@ def _shares_fabric(hardware: _Hardware, all_hardware: Iterable[_Hardware]) -> bo
 
 
 def _cluster_names(groups: Sequence[Sequence[FoundNode]]) -> list[str]:
-    """Return a name for each group of nodes with the same hardware, which becomes a cluster.
+    """Return a cluster name for each group of nodes with the same hardware.
 
     A group gets the first of these names that no earlier group has:
 

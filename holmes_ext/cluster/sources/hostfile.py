@@ -94,7 +94,7 @@ def read_hostfile(path: str) -> list[FoundNode]:
                 f"{path}: every node calls itself localhost: write the name that `hostname` prints"
             )
         # A hostfile says nothing about networks. But hosts that were cabled together are mostly
-        # numbered in one series (gpu01, gpu02, ...): its name stands for their fabric.
+        # numbered in a series (gpu01, gpu02, ...): its name stands for their fabric.
         series = series_of(host)
         nodes.append(FoundNode(host, processes=slot_count, fabric=series, labels=(series,)))
     return nodes
@@ -137,8 +137,8 @@ def read_rankfile(path: str, hosts: Sequence[str] = ()) -> dict[str, int]:
 
     Args:
         path: Path of the file.
-        hosts: Hosts of the job in their order, for lines such as "rank 0=+n1 slot=0", which name the
-            second of them. If they are not known and a line needs them, the result is {}.
+        hosts: Hosts of the job in their order, for lines such as "rank 0=+n1 slot=0" (this line names the
+            second host). If they are not known and a line needs them, the result is {}.
 
     Raises:
         HolmesError: the file cannot be read, or a line is no line of a rankfile.
@@ -231,7 +231,7 @@ def _parse_rank(line: str, where: str) -> _Entry:
 def _parse_pbs(line: str, where: str) -> Iterator[_Entry]:
     """Yield the hosts of PBS's exec_host, such as "gpu01/0*8+gpu02/0*8".
 
-    After the slash is the index of a slot with a number of CPUs, a range of slots, or one slot:
+    After the slash is the index of a slot with a number of CPUs, a range of slots, or a single slot:
     "gpu01/0*8" and "gpu01/0-7" mean 8 processes, "gpu01/3" means 1. A host may occur several times.
 
     Raises:
@@ -251,8 +251,8 @@ def _parse_pbs(line: str, where: str) -> Iterator[_Entry]:
 def _parse_numbers(words: Sequence[str], where: str) -> Iterator[_Entry]:
     """Yield the hosts of a line with numbers after them.
 
-    LSF writes pairs of host and number: "gpu01 8 gpu02 8". SGE writes one host, its number, the queue,
-    and processors: "gpu01 8 gpu.q@gpu01 UNDEFINED". In both, a host may occur again with more processes.
+    LSF writes pairs of host and number: "gpu01 8 gpu02 8". SGE writes a host, its number, the queue, and
+    processors: "gpu01 8 gpu.q@gpu01 UNDEFINED". In both, a host may occur again with more processes.
 
     Raises:
         HolmesError: the line is neither pairs nor a line of SGE.
@@ -270,7 +270,13 @@ def _parse_numbers(words: Sequence[str], where: str) -> Iterator[_Entry]:
 
 
 def _slots_among(words: Sequence[str], where: str) -> str:
-    """Return the number of processes in the settings of a line, "" if there is none.
+    """Return the number of processes among the settings of a host in a hostfile, "" if there is none.
+
+    In "gpu01 slots=8 max_slots=8" the settings are the words after the host, and the result is "8".
+
+    Args:
+        words: The settings.
+        where: File and line, for the error message.
 
     Raises:
         HolmesError: a word is no known setting.
@@ -298,7 +304,7 @@ def _slots_among(words: Sequence[str], where: str) -> str:
 
 
 def _expand_host(text: str, where: str) -> list[str]:
-    """Return the hosts that a word of a hostfile names: one, or those of a range.
+    """Return the hosts that a word of a hostfile names: a single host, or those of a range.
 
     A user before "@" is left out: "root@gpu01" gives "gpu01".
 

@@ -1,9 +1,9 @@
 """Reader and writer of host lists: "gpu[003-005,012],login1", "rack[0-1]node[00-15]".
 
 Slurm, pdsh, hostfiles, cluster.toml and --nodelist use them. Brackets hold numbers and ranges. A
-number keeps its leading zeros. With several brackets, the last one counts fastest. The format is
-documented in Slurm's manual of scontrol, under `show hostnames`. Two additions: blanks may follow
-a comma, and a range may have a step as in ClusterShell ("n[0-6/2]" is n0, n2, n4, n6).
+number keeps its leading zeros. With several brackets, the last bracket counts fastest. The format
+is documented in Slurm's manual of scontrol, under `show hostnames`. Two additions: blanks may
+follow a comma, and a range may have a step as in ClusterShell ("n[0-6/2]" is n0, n2, n4, n6).
 """
 
 from __future__ import annotations

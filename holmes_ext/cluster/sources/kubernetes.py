@@ -23,14 +23,14 @@ from holmes_ext.errors import HolmesError
 
 
 class FabricLabel(NamedTuple):
-    """Label whose value is the same on all nodes of one RDMA network."""
+    """Label whose value is the same on all nodes of an RDMA network."""
 
     name: str
-    source: str  # public text that says what the label means
+    source: str  # public text about the meaning of the label
 
 
 #: Labels that name the network of a node, the most reliable first: networks themselves, then blocks and
-#: islands of clouds, which their RDMA networks do not leave, then the topmost switch above the node, then
+#: islands of clouds (their RDMA networks end there), then the topmost switch above the node, then
 #: sets of machines. The first label with a value counts. Labels of lower switches (leaf, block, rack,
 #: layer 2, tier 0 below tier 1, ...) do not tell networks apart, and are not read.
 FABRICS = (
@@ -141,7 +141,7 @@ _GROUPS = (
     "kubernetes.azure.com/agentpool",
     "topology.kubernetes.io/zone",
 )
-#: Label with the memory of one GPU in MiB (GPU feature discovery).
+#: Label with the memory of a GPU in MiB (GPU feature discovery).
 _MEMORY = "nvidia.com/gpu.memory"
 _INSTANCE_TYPE = "node.kubernetes.io/instance-type"
 _GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
@@ -160,7 +160,7 @@ def read_nodes(path: str) -> list[FoundNode]:
     """
     text = read_standard_input(_ADVICE) if path == "-" else read_text(path, _ADVICE)
     document = parse_json_value(text, path, _ADVICE)
-    # kubectl prints a list for several nodes, and the node itself for a single one.
+    # kubectl prints a list for several nodes, and the node itself for a single node.
     items = document.get("items", [document]) if isinstance(document, dict) else None
     if not isinstance(items, list) or not all(_is_node(item, document) for item in items):
         raise HolmesError(f"{path}: not Kubernetes nodes; {_ADVICE}")
@@ -248,7 +248,7 @@ def _gpu_of(labels: Mapping[str, str]) -> str:
 
 
 def _with_memory(gpu: str, memory_mib: int) -> str:
-    """Return the name of a GPU with its memory, if the memory is not what the name stands for.
+    """Return the name of a GPU, with its memory if models of this name usually have another.
 
     Args:
         gpu: Name of the GPU, such as "V100".
@@ -257,8 +257,9 @@ def _with_memory(gpu: str, memory_mib: int) -> str:
     accelerator = accelerator_of(gpu)
     if accelerator is None or not memory_mib:
         return gpu
-    # Both numbers are compared without their units: the 32 GB of a V100's data sheet are 32 GiB (2^30
-    # bytes) to a driver. Drivers report up to 8 % less.
+    # A driver counts memory in GiB (2^30 bytes), and reports up to 8 % less than the GPU has. The GB of a
+    # data sheet mean GiB, too: a V100 of "32 GB" has 32 GiB. So both numbers are compared without a
+    # conversion of units.
     memory_gib = memory_mib / 1024
     sheet_gb = accelerator.memory_bytes / 1e9
     if abs(memory_gib - sheet_gb) <= 0.08 * memory_gib:

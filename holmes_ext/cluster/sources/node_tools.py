@@ -1,4 +1,4 @@
-"""Reader of what ibstat, ibv_devinfo, nvidia-smi and lspci print on a node.
+"""Reader of the output of ibstat, ibv_devinfo, nvidia-smi and lspci on a node.
 
     ibstat, ibstatus        ports with their state, link layer and rate
     ibv_devinfo             the same; the rate only with -v (active_width, active_speed)
@@ -28,7 +28,7 @@ from holmes_ext.words import some_of
 
 #: Line that a parallel shell prints: "gpu01: CA 'mlx5_0'". Names of fields before a colon have no such rest.
 _PREFIXED = re.compile(r"((?!0000:)[A-Za-z0-9][\w.-]*): ?(.*)")
-#: Begin of the first line of each program's output, by which a parallel shell's prefix is found.
+#: Begin of the first line of each program's output, to find the prefix of a parallel shell.
 _FIRST_LINES = re.compile(r"\s*(CA '|hca_id:|Infiniband device|GPU ?0|[0-9a-f]{2,4}:[0-9a-f]{2})")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _CA = re.compile(r"CA '([^']+)'")
@@ -86,7 +86,7 @@ class _Port:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the port carries RDMA in hardware: software RDMA (_SOFTWARE) and iWARP do not count."""
+        """True if the port carries RDMA in hardware: software RDMA (_SOFTWARE) and iWARP do not count."""
         return not _SOFTWARE.match(self.device) and "iwarp" not in self.transport.lower()
 
     @property
@@ -126,7 +126,7 @@ def read_outputs(paths: Sequence[str]) -> list[ReadNode]:
 
 
 def _lines_of_nodes(text: str, name: str) -> dict[str, list[str]]:
-    """Return the lines of each node in a text: one node, or several if a parallel shell wrote it.
+    """Return the lines of each node in a text: of several nodes if a parallel shell wrote it.
 
     Args:
         text: The text of a file.
@@ -166,7 +166,7 @@ def _read_node(name: str, lines: Sequence[str], path: str) -> ReadNode:
         raise HolmesError(
             f"{path}: the number of GPUs of {name} is not in it; on that node: nvidia-smi -L >> {path}"
         )
-    # The outputs do not name the network. Nodes of one series of names (gpu01, gpu02) should share one.
+    # The outputs do not name the network. Nodes of a series of names (gpu01, gpu02) should share a network.
     fabric = series_of(name)
     node = FoundNode(
         name, gpus.number, kind=pci_kind, gpu=gpus.name, fabric=fabric, labels=(fabric,)
@@ -255,7 +255,7 @@ def _with_field(port: _Port, name: str, value: str) -> _Port:
         return replace(port, layer=value.split()[0] if value else "")
     if name == "rate" and number:
         return replace(port, rate_bps=int(float(number[1]) * _GIGA))
-    # ibv_devinfo -v has the number of lanes ("active width: 4X") and the speed of one ("active speed").
+    # ibv_devinfo -v has the number of lanes ("active width: 4X") and the speed of a lane ("active speed").
     if name == "active width":
         width = _WIDTH.match(value)
         return replace(port, lanes=int(width[1]) if width else 0)

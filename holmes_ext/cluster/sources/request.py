@@ -21,7 +21,7 @@ Features = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class ChosenNodes:
-    """Nodes of one cluster on which a job is to run."""
+    """Nodes of a cluster that were chosen for a job."""
 
     cluster: str
     nodes: tuple[str, ...]
@@ -32,8 +32,8 @@ class ChosenNodes:
 def sbatch_lines(parts: Sequence[ChosenNodes], features: Features | None = None) -> list[str]:
     """Return the sbatch options of one job on all chosen nodes.
 
-    If each cluster has a feature of its own, the options ask for nodes with these features, among
-    which Slurm chooses. Otherwise the options name the nodes.
+    If each cluster has a feature of its own, the options ask for nodes with these features, and
+    Slurm chooses among them. Otherwise the options name the nodes.
 
     Args:
         parts: The chosen nodes of each cluster, with the same number of processes per node.
@@ -59,8 +59,9 @@ def sbatch_lines(parts: Sequence[ChosenNodes], features: Features | None = None)
 def hetjob_lines(parts: Sequence[ChosenNodes], features: Features | None = None) -> list[str]:
     """Return the sbatch options of a heterogeneous job with one component for each cluster.
 
-    `srun --het-group=0-1` starts one step on all components. If only one cluster has some feature,
-    its component asks for nodes with this feature. Otherwise the component names the nodes.
+    `srun --het-group=0-1` starts one step on all components. If only the nodes of a cluster have
+    some feature, its component asks for nodes with this feature. Otherwise the component names the
+    nodes.
 
     Args:
         parts: The chosen nodes of each cluster.

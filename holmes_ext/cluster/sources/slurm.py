@@ -36,9 +36,9 @@ PATIENCE = 60.0
 #: Socket of Slurm's authentication service munge (MUNGE_SOCKET_NAME in its source).
 _MUNGE_SOCKET = "/run/munge/munge.socket.2"
 _MUNGE_ADVICE = "start munged, or ask the cluster's administrators"
-#: Base states in which a node can start a job.
+#: Base states of a node that can start a job.
 _FREE_STATES = ("IDLE",)
-#: Flags, after "+" in the state, with which a node cannot start a job.
+#: Flags, after "+" in the state, of a node that cannot start a job.
 _UNAVAILABLE_FLAGS = (
     "DRAIN",
     "DOWN",
@@ -111,7 +111,7 @@ def run_command(*argv: str) -> str:
         raise HolmesError(
             f"Slurm's munge does not answer on this machine ({about_munge[-1]:.160}); {_MUNGE_ADVICE}"
         )
-    # The message has room for one line of the output: the last one.
+    # The message has room for one line of the output: the last.
     reason = lines[-1] if lines else f"status {process.returncode}"
     raise HolmesError(f"`{command}` failed: {reason:.200}")
 
@@ -120,8 +120,7 @@ def check_version() -> None:
     """Raise HolmesError if Slurm is older than OLDEST, or munge is not running.
 
     Without munge, Slurm's commands would retry for a long time. No error is raised if munge's
-    socket does not exist at its usual path: munge may use another one, and Slurm another
-    authentication.
+    socket does not exist at its usual path: munge may use another path, and Slurm another authentication.
     """
     with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as munge:
         try:

@@ -29,7 +29,7 @@ from holmes_ext.errors import HolmesError
 
 #: Key of a KEY=VALUE.
 _KEY = re.compile(r"(?:^|\s)(\w+)=", re.ASCII)
-#: Name of the fabric of all blocks, for which Slurm has no name.
+#: Name of the fabric of all blocks. Slurm has no name for it.
 BLOCKS = "blocks"
 
 
@@ -59,7 +59,7 @@ class Topology:
         self._check_switches()
 
     def _check_nodes(self) -> None:
-        """Raise HolmesError if a node is in two leaf switches or blocks, or twice in one."""
+        """Raise HolmesError if a node is in two leaf switches or blocks, or twice in the same."""
         unit_of_node: dict[str, str] = {}
         for unit in self.units:
             for node in unit.nodes:
@@ -112,7 +112,7 @@ class Topology:
         fabrics = {}
         for unit in self.units:
             for node in unit.nodes:
-                # Blocks are parts of one network, of which Slurm describes no switches.
+                # Blocks are parts of one network. Slurm describes no switches of it.
                 fabrics[node] = BLOCKS if unit.block else root(unit.name)
         return fabrics
 
@@ -183,7 +183,7 @@ def _parse_unit(keys: Mapping[str, str], where: str) -> Unit | None:
 def _parse_yaml_units(text: str, source: str) -> Iterator[Unit]:
     """Yield the switches and blocks of a topology.yaml.
 
-    If the file has several topologies, the default one counts, or else the first.
+    If the file has several topologies, the default topology counts, or else the first.
 
     Args:
         text: Content of the file.

@@ -27,7 +27,7 @@ _NODES = re.compile(r"(?m)^\s*nodes\s*=\s*\[")
 
 
 class Additions(NamedTuple):
-    """Nodes that a cluster.toml does not have yet."""
+    """Nodes and clusters to add to a cluster.toml: a source lists them, and the file lacks them."""
 
     nodes: dict[str, tuple[str, ...]]  # cluster of the file -> nodes to add
     clusters: list[FoundCluster]  # clusters to add
@@ -80,8 +80,8 @@ def split(spec: SiteSpec, clusters: Sequence[FoundCluster]) -> Additions:
     """Return the listed nodes that a cluster.toml lacks, split into nodes and clusters to add.
 
     If the file has some nodes of a listed cluster, the missing ones are added to a cluster of the
-    file: the one with most nodes of this listed cluster. If the file has none, the listed cluster
-    is added to the file. It gets a number if its name is taken: "a" becomes "a-2".
+    file: that with most nodes of this listed cluster. If the file has none, the listed cluster is
+    added to the file. It gets a number if its name is taken: "a" becomes "a-2".
 
     Args:
         spec: Content of the file.
@@ -94,7 +94,7 @@ def split(spec: SiteSpec, clusters: Sequence[FoundCluster]) -> Additions:
         missing = tuple(node for node in cluster.nodes if node not in spec.cluster_by_node)
         if not missing:
             continue
-        # The file's clusters of the nodes that it has already, one entry for each node.
+        # The file's clusters of the nodes that it has already, an entry for each node.
         homes = [
             spec.cluster_by_node[node].name
             for node in cluster.nodes
@@ -135,7 +135,7 @@ def merged(
         text = "\n".join([text.rstrip("\n"), "", *map(_cluster_table, clusters)])
     after = parse_spec(text, source)
 
-    # The text was edited without a TOML parser: check that it says what it should.
+    # The text was edited without a TOML parser: check that the result is as intended.
     expected = [
         replace(cluster, nodes=(*cluster.nodes, *added.get(cluster.name, ())))
         for cluster in before.clusters

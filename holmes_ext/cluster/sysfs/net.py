@@ -78,8 +78,8 @@ class NetDevice(Hardware):
     speed_bps: int = 0
     mtu: int = 0
     master: str = ""  # bond, bridge, ... that has this device as a member
-    lowers: tuple[str, ...] = ()  # devices below this one
-    port_index: int = 0  # port of the HCA to which the device belongs, from 0
+    lowers: tuple[str, ...] = ()  # devices below this device
+    port_index: int = 0  # port of the HCA that the device belongs to, from 0
     usb: bool = False
     wireless: bool = False
     representor: bool = False  # represents a virtual function inside the NIC's switch
@@ -168,7 +168,7 @@ def _lowers(names: Sequence[str]) -> list[str]:
 def _category_without_device_link(
     tree: Tree, path: str, names: Sequence[str], devtype: str, speed: int | None
 ) -> str:
-    """Return the category of a network device without a `device` link: one that is not physical.
+    """Return the category of a network device without a `device` link (it is not physical).
 
     Categories are "bond", "vlan", "bridge", "team", "macvlan", "vrf", "veth" (one end of a cable
     between network namespaces), and "virtual" for all other devices.
@@ -177,8 +177,8 @@ def _category_without_device_link(
         tree: The /sys tree.
         path: Path of the device in the tree.
         names: Names of the files of the device.
-        devtype: DEVTYPE in the uevent of the device, "" without one.
-        speed: Content of the device's file `speed`, None without one.
+        devtype: DEVTYPE in the uevent of the device, "" if it has none.
+        speed: Content of the device's file `speed`, None if it has none.
     """
     if devtype in ("bond", "vlan", "bridge", "macvlan", "vrf"):
         return devtype
@@ -203,7 +203,7 @@ def _category_without_device_link(
 
 
 class _State(NamedTuple):
-    """Whether a network device can transfer data, and if not, the reason."""
+    """State of a network device: whether it can transfer data, and if not, the reason."""
 
     up: bool
     text: str  # "up", "no carrier", "not brought up", or another operstate of Linux
@@ -216,7 +216,7 @@ def _read_state(tree: Tree, path: str, flags: int, carrier: int | None) -> _Stat
         tree: The /sys tree.
         path: Path of the device in the tree.
         flags: Content of the device's file `flags`.
-        carrier: Content of the device's file `carrier`, None without one.
+        carrier: Content of the device's file `carrier`, None if it has none.
 
     Raises:
         HolmesError: operstate is missing or unknown.
@@ -243,7 +243,7 @@ def _speed_bps(tree: Tree, path: str, speed: int | None) -> int:
     Args:
         tree: The /sys tree.
         path: Path of the device in the tree, for the error message.
-        speed: Content of the device's file `speed` in Mb/s, None without one.
+        speed: Content of the device's file `speed` in Mb/s, None if it has none.
 
     Raises:
         HolmesError: the content is not a speed.
@@ -256,7 +256,7 @@ def _speed_bps(tree: Tree, path: str, speed: int | None) -> int:
 
 
 def _port_index(tree: Tree, path: str) -> int:
-    """Return the port of the HCA to which a network device belongs, from 0.
+    """Return the port of the HCA that a network device belongs to, from 0.
 
     Args:
         tree: The /sys tree.
@@ -270,7 +270,7 @@ def _port_index(tree: Tree, path: str) -> int:
 
 
 def top_device(name: str, devices: dict[str, NetDevice]) -> str:
-    """Return the network device above a device, or the device itself, to which sockets bind.
+    """Return the network device that sockets bind to: the device above a device, or the device itself.
 
     That device has the IP address. It is the topmost of the masters: a bond, team or bridge that
     has the device as a member. Masters without an address of their own do not count: a virtual
@@ -312,7 +312,7 @@ def read_hardware(tree: Tree, path: str) -> Hardware:
 
     Args:
         tree: The /sys tree.
-        path: Path of the network device or HCA, which has a `device` link.
+        path: Path of the network device or HCA. It has a `device` link.
 
     Raises:
         HolmesError: a file is damaged.

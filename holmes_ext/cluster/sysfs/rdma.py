@@ -135,7 +135,7 @@ def _read_port(
         hca: Name of the HCA.
         port: Number of the port, from 1.
         port_count: Number of ports of the HCA.
-        kind: Kind of NIC by link layer. The kernel driver of the NIC may show another one.
+        kind: Kind of NIC by link layer. The kernel driver of the NIC may show another kind.
         devices: All network devices by name.
 
     Raises:
@@ -302,14 +302,14 @@ def _netdevs_of_function(
     for name in tree.names(f"{device}/net"):
         if name not in devices or devices[name].representor:
             continue
-        # Several ports of one function share its folder; the device's number tells them apart.
+        # Several ports of a function share its folder; the device's number tells them apart.
         if port_count == 1 or devices[name].port_index == port - 1:
             netdevs.append(name)
     return netdevs
 
 
 def _top_netdevs(names: Iterable[str], kind: str, devices: dict[str, NetDevice]) -> tuple[str, ...]:
-    """Return the network devices to which the sockets of a port bind.
+    """Return the network devices that the sockets of a port bind to.
 
     A member of a bond is replaced by the bond.
 

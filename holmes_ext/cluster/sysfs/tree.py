@@ -1,4 +1,4 @@
-"""Reader of the files in a /sys tree: this machine's, or one that was captured on another machine.
+"""Reader of the files in a /sys tree: this machine's tree, or a tree that was captured on another machine.
 
 The attributes of the kernel are short text files of one line. A captured tree may be damaged in any
 way. So each method returns a value, or None if the kernel itself has no value, or raises a
@@ -62,7 +62,7 @@ class Tree:
         return os.path.join(self.real_root, path)
 
     def is_dir(self, path: str) -> bool:
-        """Return whether the path is a folder, or a link to one."""
+        """Return whether the path is a folder, or a link to a folder."""
         return os.path.isdir(self._absolute(path))
 
     def names(self, path: str) -> tuple[str, ...]:
@@ -242,7 +242,7 @@ class Tree:
         Raises:
             HolmesError: the path is not a folder, or its uevent does not have the key.
         """
-        # `from None`: without the error of reading the link, which link_name() handles.
+        # `from None`: without the error of reading the link, since link_name() handles it.
         if not self.is_dir(path):
             raise self.error(path, "is neither a link nor a directory") from None
         name = self.uevent(path).get(key, "")

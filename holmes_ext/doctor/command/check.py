@@ -160,8 +160,8 @@ def _check_plan(
     """Yield findings about parallel sizes and DeepSpeed's configuration, compared with the clusters.
 
     Args:
-        script: Path of the training script; "" without one.
-        launches: What the launchers of the command start.
+        script: Path of the training script; "" if there is none.
+        launches: Nodes and processes that the launchers of the command start.
         options: Values of holmes's flags (--holmes-...) in the command.
         rest: The other arguments of the script.
         spec: Content of cluster.toml; None if there is none.
@@ -218,8 +218,8 @@ def _check_layout(rest: list[str], plan: Plan, is_split_by_holmes: bool) -> Iter
     The findings are about:
 
         - an order of the nodes that Megatron-DeepSpeed refuses
-        - unknown flags that resemble one of holmes
-        - flags that do not describe a complete model, which is then not checked further
+        - unknown flags that resemble a flag of holmes
+        - flags that do not describe a complete model (it is then not checked further)
         - a model (layers, heads, batch, ...) that the plan's parallel sizes cannot divide
 
     Args:

@@ -62,7 +62,7 @@ _BATCH_PROGRAMS = ("sbatch", "salloc")
 _MAX_SCRIPT_BYTES = 1 << 20
 #: Texts inside of texts (bash -c "ssh a 'bash -c ...'") are read to this depth; deeper ones stay as they are.
 _MAX_DEPTH = 4
-#: Options of a shell before its text; the last one may be "-c", "-lc", "-exc", ...
+#: Options of a shell before its text; the last option may be "-c", "-lc", "-exc", ...
 _SHELL_OPTION = re.compile(r"[-+][A-Za-z]+|--[a-z]+")
 #: Options of ssh that have a value in the next word (ssh(1)).
 _SSH_OPTIONS_WITH_VALUE = "BbcDEeFIiJLlmOopQRSWw"
@@ -146,14 +146,14 @@ class Command:
 
     @property
     def runs_elsewhere(self) -> bool:
-        """Whether the script's path cannot be looked up from the current folder of this machine.
+        """True if the script's path cannot be looked up from the current folder of this machine.
 
         This is so in a container and on another host. It is also assumed for the text of each shell
         (bash -c TEXT), which may begin with `cd`.
         """
         names = {PurePosixPath(word).name for word in self.launcher}
         has_shell = not names.isdisjoint(SHELLS)
-        # srun --container-image=...: a container without one of the programs of _ELSEWHERE
+        # srun --container-image=...: a container without a program of _ELSEWHERE
         has_image = any(word.startswith("--container-image") for word in self.launcher)
         return has_shell or has_image or not names.isdisjoint(_ELSEWHERE)
 
@@ -289,8 +289,8 @@ def _with_shell_text(words: list[str], environ: Mapping[str, str], depth: int) -
     """Return a command in which the first text for a shell is replaced by the words of its training command.
 
     For example `srun bash -c "cd /work; torchrun train.py"` becomes `srun bash -c torchrun train.py`. A
-    command of one quoted word ("torchrun train.py") is such a text as a whole. Words without a text for a
-    shell are returned as they are. A shell script that can be read here is such a text, too. The options of
+    command of a single quoted word ("torchrun train.py") is such a text as a whole. Words without a text for
+    a shell are returned as they are. A shell script that can be read here is such a text, too. The options of
     its #SBATCH lines are put after the word sbatch: `sbatch job.sh` becomes `sbatch --nodes=4 torchrun
     train.py`.
 
@@ -324,8 +324,8 @@ def _with_shell_text(words: list[str], environ: Mapping[str, str], depth: int) -
 def _with_batch_options(words: list[str], shell_text: _ShellText) -> list[str]:
     """Return the words before a script for Slurm, with the options of its #SBATCH lines.
 
-    The options are put after the word sbatch. A script alone counts as one that sbatch starts if it has
-    such lines: `holmes plan -- job.sbatch`.
+    The options are put after the word sbatch. A script alone counts as started by sbatch if it has such
+    lines: `holmes plan -- job.sbatch`.
 
     Args:
         words: The words of the command before the script.
@@ -376,7 +376,7 @@ def _shell_text_at(words: list[str], index: int) -> _ShellText | None:
         return _ShellText(text, start=index + 1, end=index + 2, is_script=is_script)
     if word.startswith("--wrap="):
         return _ShellText(word.partition("=")[2], start=index, end=length)
-    if name == "ssh" and index == 0:  # a later one may be the value of an option: pdsh -R ssh
+    if name == "ssh" and index == 0:  # a later ssh may be the value of an option: pdsh -R ssh
         start = _index_of_remote_command(words)
         if start is None:
             return None
@@ -418,7 +418,7 @@ def _script_at(words: Sequence[str], index: int) -> _ShellText | None:
 def _index_of_shell_text(words: Sequence[str], shell: int) -> int | None:
     """Return the index of TEXT in `bash -c TEXT`; None if the shell has no option -c.
 
-    The option may be one of several letters in a word, as in `bash -lc TEXT`.
+    The option may be a letter among others in a word, as in `bash -lc TEXT`.
 
     Args:
         words: All words of a command.
@@ -462,12 +462,12 @@ def _training_command(
 
     1. A command with a script, module or console command (CONSOLE_COMMANDS) precedes others.
     2. A command with a launcher, such as torchrun, precedes others.
-    3. The last one counts.
+    3. The last command counts.
 
     Args:
         text: The text.
         environ: Environment variables, for variables in the text.
-        depth: Number of other texts around this one (see _with_shell_text).
+        depth: Number of other texts around this text (see _with_shell_text).
         arguments: Arguments of a script: $1, $2, ...; None if they are not known.
     """
     candidates = [

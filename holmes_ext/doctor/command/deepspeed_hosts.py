@@ -1,4 +1,4 @@
-"""Finds the hosts on which the deepspeed launcher starts processes: its hostfile and its filters.
+"""Finds the hosts that the deepspeed launcher starts processes on: its hostfile and its filters.
 
 The rules are those of deepspeed/launcher/runner.py (fetch_hostfile, parse_inclusion_exclusion,
 apply_num_nodes_and_gpus), which are stricter than mpirun's: each line is "HOST slots=N".
@@ -77,7 +77,7 @@ def _read_filter(text: str, slots: dict[str, int], path: str) -> dict[str, set[i
     """Return the slots that a filter names: host -> numbers of its slots.
 
     Args:
-        text: Value of --include or --exclude, "" without one.
+        text: Value of --include or --exclude, "" if there is none.
         slots: Host -> its slots in the hostfile.
         path: Path of the hostfile, for messages.
 

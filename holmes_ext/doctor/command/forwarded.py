@@ -32,7 +32,7 @@ def check_forwarded(
     """Yield findings about variables that ranks on other nodes need and do not get.
 
     Args:
-        launches: What the launchers of the command start, the outermost first.
+        launches: Nodes and processes that the launchers of the command start, the outermost first.
         words: The command up to the script.
         environ: Environment variables of the command.
         has_flag: Whether --holmes is among the script's arguments; then HOLMES is not needed.

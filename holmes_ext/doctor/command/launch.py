@@ -62,10 +62,10 @@ class LaunchedNodes:
 
 
 def read_launches(words: Sequence[str], environ: Mapping[str, str]) -> list[LaunchedNodes]:
-    """Return what the launchers of a command start, the outermost first.
+    """Return nodes and processes that the launchers of a command start, the outermost first.
 
     Args:
-        words: The command up to the script, which holds the launchers and their options.
+        words: The command up to the script, with the launchers and their options.
         environ: Environment variables of the command.
     """
     environ = {**environ, **allocation_variables(words)}
@@ -97,7 +97,7 @@ class _Number:
 
 
 def _number(options: Options, *names: str) -> _Number:
-    """Return the number that an option gives, which may have several names.
+    """Return the number that an option with several possible names gives.
 
     The first name whose last value is a number counts.
 
@@ -117,7 +117,7 @@ _SINGLE_DASH = ("np", "npernode", "ppn", "perhost")
 
 
 def _read_torchrun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
-    """Return what torchrun starts.
+    """Return the nodes and processes that torchrun starts.
 
     Args:
         environ: Environment variables. PET_NNODES and PET_NPROC_PER_NODE are defaults of its options.
@@ -144,7 +144,7 @@ _DEFAULT_HOSTFILE = "/job/hostfile"
 
 
 def _read_deepspeed(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
-    """Return what the deepspeed launcher starts.
+    """Return the nodes and processes that the deepspeed launcher starts.
 
     Args:
         environ: Environment variables; not used.
@@ -196,7 +196,7 @@ _OPEN_MPI = ("x", "mca", "bind-to", "map-by", "allow-run-as-root", "npernode")
 
 
 def _read_mpirun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
-    """Return what mpirun starts.
+    """Return the nodes and processes that mpirun starts.
 
     Args:
         options: Its options, those of Open MPI, MPICH or Intel MPI.
@@ -295,7 +295,7 @@ def _processes_by_host(slots: Mapping[str, int], total: int, per_node: int) -> d
 
 
 def _read_srun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
-    """Return what srun starts.
+    """Return the nodes and processes that srun starts.
 
     Args:
         environ: Environment variables. Inside of an allocation, SLURM_... are defaults of the options.
@@ -318,7 +318,7 @@ def _read_srun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
     if not nodes and tasks.value and per_node.value:
         nodes = -(-tasks.value // per_node.value)
         node_flag = "--ntasks"  # the option that the number of nodes follows from
-    # Without a number of nodes, srun starts the listed hosts. With another one, its hosts are not known.
+    # Without a number of nodes, srun starts the listed hosts. With another number, its hosts are not known.
     if len(names) != nodes:
         names = names if not nodes else []
     processes = per_node.value
@@ -340,11 +340,11 @@ def _read_srun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
 
 
 def _read_accelerate(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
-    """Return what `accelerate launch` starts.
+    """Return the nodes and processes that `accelerate launch` starts.
 
     Args:
         options: Its options, which go before its configuration file.
-        environ: Environment variables, which name the folder of the default configuration file.
+        environ: Environment variables. They name the folder of the default configuration file.
 
     Raises:
         HolmesError: A hostfile cannot be read.
@@ -402,7 +402,7 @@ _READERS: dict[str, Callable[[Options, Mapping[str, str]], LaunchedNodes]] = {
 
 @dataclass(frozen=True)
 class StatedNodes:
-    """Nodes and processes that a command's options state. What launchers add to them is left out.
+    """Nodes and processes that a command's options state. Additions of launchers are left out.
 
     For example, deepspeed without a hostfile starts one node, whatever --num_nodes states.
     """
@@ -433,7 +433,7 @@ def stated_nodes(command: Command) -> StatedNodes:
     in_launchers = sum(len(launcher_words) + 1 for _, launcher_words in found)
     before = tuple(words[: len(words) - in_launchers])
     result = StatedNodes()
-    allocation: dict[str, WrittenOption] = {}  # options of sbatch, which are defaults of srun's
+    allocation: dict[str, WrittenOption] = {}  # options of sbatch: defaults of srun's options
     for name, launcher_words in [LauncherWords("", before), *found]:
         options = _options_by_meaning(launcher_words, NAMES_OF_LAUNCHER.get(name, OptionNames()))
         if name in ("sbatch", "salloc"):
@@ -460,11 +460,11 @@ def _options_by_meaning(words: Sequence[str], names: OptionNames) -> dict[str, W
 
 
 def _stated_inside(options: Mapping[str, WrittenOption], outer: StatedNodes) -> StatedNodes:
-    """Return what a launcher's options state, together with the launchers around it.
+    """Return the nodes and processes that a launcher's options and the launchers around it state.
 
     Args:
         options: "nodes", "processes", "total" or "hosts" -> the launcher's option.
-        outer: What the options of the launchers around it state.
+        outer: Nodes and processes by the options of the launchers around it.
     """
     nodes = options.get("nodes", WrittenOption())
     processes = options.get("processes", WrittenOption())

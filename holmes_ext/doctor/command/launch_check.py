@@ -30,8 +30,8 @@ def started_part(spec: SiteSpec, launches: Sequence[LaunchedNodes]) -> SiteSpec:
 
     Args:
         spec: Content of cluster.toml.
-        launches: What the launchers of the command start, the outermost first: srun before the torchrun
-            that it starts.
+        launches: Nodes and processes that the launchers of the command start, the outermost first: srun
+            before the torchrun that it starts.
     """
     nodes = list(spec.cluster_by_node)
     known_hosts = _known_hosts(launches, spec)
@@ -57,7 +57,7 @@ def _nodes_that_ranks_fill(launches: Sequence[LaunchedNodes], spec: SiteSpec) ->
     """Return the number of nodes that the ranks of `mpirun -np N` fill, 0 if it is unknown.
 
     Args:
-        launches: What the launchers of the command start, the outermost first.
+        launches: Nodes and processes that the launchers of the command start, the outermost first.
         spec: Content of cluster.toml, with the number of processes on each node.
     """
     sizes = {cluster.processes for cluster in spec.clusters}
@@ -71,7 +71,7 @@ def node_count(launches: Sequence[LaunchedNodes]) -> int:
     """Return the number of nodes that a command starts, 0 if it is unknown.
 
     Args:
-        launches: What its launchers start, the outermost first.
+        launches: Nodes and processes that its launchers start, the outermost first.
     """
     return next((launch.nodes for launch in launches if launch.nodes), 0)
 
@@ -80,7 +80,7 @@ def check_launchers(launches: Sequence[LaunchedNodes]) -> Iterator[Finding]:
     """Yield findings about launchers that would fail, or that contradict each other.
 
     Args:
-        launches: What the launchers of the command start, the outermost first.
+        launches: Nodes and processes that the launchers of the command start, the outermost first.
     """
     for launch in launches:
         if launch.error:
@@ -97,10 +97,10 @@ def check_launchers(launches: Sequence[LaunchedNodes]) -> Iterator[Finding]:
 def with_own_name(
     launches: Sequence[LaunchedNodes], node: NodeReport | None
 ) -> list[LaunchedNodes]:
-    """Return what launchers start, with the name of a node in place of its IP address.
+    """Return nodes and processes of launchers, with the name of a node in place of its IP address.
 
     Args:
-        launches: What the launchers of a command start.
+        launches: Nodes and processes that the launchers of a command start.
         node: The node whose addresses are known; None if there is none.
     """
     if node is None:
@@ -129,7 +129,7 @@ def check_launch(
     """Yield findings if a command starts other nodes or processes than cluster.toml allows.
 
     Args:
-        launches: What the launchers of the command start, the outermost first.
+        launches: Nodes and processes that the launchers of the command start, the outermost first.
         spec: Content of cluster.toml.
         node: The node on which the command is checked, with its addresses; None if it is not known.
     """
@@ -150,7 +150,7 @@ def check_gpus(launches: Sequence[LaunchedNodes], gpus: int) -> Iterator[Finding
     """Yield a finding if a command starts more processes on a node than the scheduler gives it GPUs.
 
     Args:
-        launches: What the launchers of the command start, the outermost first.
+        launches: Nodes and processes that the launchers of the command start, the outermost first.
         gpus: GPUs of the job on each node, 0 if they are not known.
     """
     counts = [launch.processes or max(launch.hosts.values(), default=0) for launch in launches]
@@ -169,12 +169,14 @@ def check_gpus(launches: Sequence[LaunchedNodes], gpus: int) -> Iterator[Finding
 
 
 def _check_nested(outer: LaunchedNodes, inner: LaunchedNodes) -> Iterator[Finding]:
-    """Yield a finding if the inner launcher waits for another number of nodes than the outer one starts.
+    """Yield a finding if the inner launcher waits for another number of nodes than the outer launcher starts.
 
     Args:
         outer: srun or mpirun.
         inner: The launcher that it starts, such as torchrun.
     """
+    # Number of times that the outer launcher starts the inner one. It should be inner.nodes: torchrun, for
+    # example, is started once on each node, and waits until as many nodes have started it.
     starts = outer.world_size or sum(outer.hosts.values()) or outer.nodes * (outer.processes or 1)
     if not starts or not inner.nodes or inner.nodes == starts:
         return
@@ -189,10 +191,10 @@ def _check_nested(outer: LaunchedNodes, inner: LaunchedNodes) -> Iterator[Findin
 def _check_node_count(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Iterator[Finding]:
     """Yield a finding if a command starts more or fewer nodes than cluster.toml has.
 
-    More nodes are a problem. Fewer are a note with the nodes for which the sizes are checked.
+    More nodes are a problem. Fewer are a note with the nodes that the sizes are checked for.
 
     Args:
-        launches: What the launchers of the command start, the outermost first.
+        launches: Nodes and processes that the launchers of the command start, the outermost first.
         spec: Content of cluster.toml.
     """
     total = len(spec.cluster_by_node)
@@ -220,11 +222,11 @@ def _check_node_count(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Iter
 def _check_hosts(launch: LaunchedNodes, spec: SiteSpec) -> Iterator[Finding]:
     """Yield a finding about hosts of a hostfile or option that are in no cluster of cluster.toml.
 
-    Host names are a problem. IP addresses may belong to nodes of the file, which has no addresses. They
-    are a note, which is left out if there is a problem.
+    Host names are a problem. IP addresses may belong to nodes of the file, which has no addresses. They are a
+    note. It is left out if there is a problem.
 
     Args:
-        launch: What one launcher starts.
+        launch: Nodes and processes that a launcher starts.
         spec: Content of cluster.toml.
     """
     unknown = [host for host in launch.hosts if not spec.known_as(host)]
@@ -253,7 +255,7 @@ def _check_own_address(
     """Yield a finding if a launcher starts all nodes of cluster.toml by addresses, none of them this node's.
 
     Args:
-        launch: What the launcher starts.
+        launch: Nodes and processes that the launcher starts.
         spec: Content of cluster.toml.
         node: This node. If it is in no cluster, or its addresses are not known, there is no finding.
     """
@@ -276,7 +278,7 @@ def _check_slots(
     """Yield a finding if a launcher starts another number of processes on a host than cluster.toml has.
 
     Args:
-        launch: What the launcher starts.
+        launch: Nodes and processes that the launcher starts.
         spec: Content of cluster.toml.
         ranks_per_process: Ranks that each process of the launcher starts. If mpirun starts `torchrun
             --nproc-per-node 8`, they are 8. If it starts the training script, the process is a rank: 1.
@@ -310,20 +312,21 @@ def _check_processes(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Itera
     """Yield a finding if a command starts another number of processes on a node than cluster.toml has.
 
     Args:
-        launches: What the launchers of the command start, the outermost first.
+        launches: Nodes and processes that the launchers of the command start, the outermost first.
         spec: Content of cluster.toml.
     """
     part = started_part(spec, launches)
     numbers = [launch.processes for launch in launches]
     flags = [launch.process_flag for launch in launches if launch.processes]
-    # Only the innermost launcher must say its number: the others start it once on each node by default.
+    # Processes on a node: the product of the numbers of all launchers. The innermost launcher must have a
+    # number. An outer launcher without a number starts the inner one once on each node.
     if not launches or any(launch.hosts and launch.launcher != "srun" for launch in launches):
         return
     if numbers[-1]:
         processes = 1
         for number in numbers:
             processes *= number or 1
-        # If the command names no hosts, they may be any nodes of the file.
+        # If the command names no hosts, it may run on any nodes of the file.
         possible = part.clusters if _known_hosts(launches, spec) else spec.clusters
         wrong = [cluster for cluster in possible if cluster.processes != processes]
         # Nodes with different numbers of GPUs have a torchrun command of their own each.
@@ -337,6 +340,7 @@ def _check_processes(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Itera
                 mend="make them agree (key 'processes')",
             )
         return
+    # No launcher has a number for each node. mpirun, for example, has only the number of all processes.
     total = launches[-1].world_size
     sizes = {cluster.processes for cluster in part.clusters}
     most = sum(cluster.processes * len(cluster.nodes) for cluster in part.clusters)

@@ -119,8 +119,8 @@ def find_launchers(words: Sequence[str], launchers: Container[str]) -> list[Laun
 def written_options(words: Sequence[str]) -> list[WrittenOption]:
     """Return the options among some words, in their order.
 
-    The value is in the same word (--nnodes=2, -N2) or in the next one. An option without a value gets the
-    next word as its value, too: which options have one differs between launchers.
+    The value is in the same word (--nnodes=2, -N2) or in the next. An option without a value gets the next
+    word as its value, too: launchers differ in the options that have a value.
     """
     found = []
     for word, next_word in zip(words, [*words[1:], ""]):
@@ -169,10 +169,11 @@ _GPU_COUNT = re.compile(r"(?:[A-Za-z][^:,]*:)?(\d+)")
 
 
 def allocation_options(words: Sequence[str]) -> list[str]:
-    """Return the options of sbatch that say something about nodes and processes, as --name=value.
+    """Return the options of sbatch that concern nodes and processes, as --name=value.
 
-    Of a heterogeneous job (hetjob), only options stay that say the same for each node of every component.
-    Which components a step uses, and so how many nodes, is up to srun --het-group.
+    A heterogeneous job (#SBATCH hetjob) has components, each with its own options. Only options with the
+    same value in all components are returned, without numbers and names of nodes: `srun --het-group`
+    decides later which components a step uses.
 
     Args:
         words: Options of a script's #SBATCH lines.
@@ -181,6 +182,7 @@ def allocation_options(words: Sequence[str]) -> list[str]:
     for word, next_word in zip(words, [*words[1:], ""]):
         if word in _HET_JOB:
             components.append({})
+        # The option of this word: its value may be in the next word.
         for option in written_options([word, next_word])[:1] if word.startswith("-") else []:
             name = _ALLOCATION_OPTIONS.get(option.name, "")
             if name:
@@ -229,8 +231,8 @@ def gpus_on_node(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
     Args:
         words: The command up to the script. If several of its launchers (srun, sbatch, salloc) request
-            GPUs, the last one of them counts.
-        environ: Environment variables, which have the number inside of an allocation.
+            GPUs, the last of them counts.
+        environ: Environment variables. Inside of an allocation, they have the number.
     """
     for launcher in reversed(find_launchers(words, ("srun", "sbatch", "salloc"))):
         gpus = _requested_gpus(_allocation_values(launcher.words))
@@ -323,7 +325,7 @@ def accelerate_config(path: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the values of accelerate's configuration file: key -> text, also of nested keys.
 
     Args:
-        path: Path of the file, YAML or JSON; "" for the default one.
+        path: Path of the file, YAML or JSON; "" for the default file.
         environ: Environment variables.
     """
     if not path:

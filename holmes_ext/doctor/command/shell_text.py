@@ -3,7 +3,7 @@
 The text is split into simple commands (at `;`, `&&`, `|`, line ends ...), quotes are removed, and variables
 that the text itself assigns, or that are in the environment, are replaced by their values. Nothing is run:
 words with other variables, or with $(...), stay as they are. So do variables that are assigned in a branch
-or a loop: which branch runs is not known.
+or a loop, since it is not known which branch runs.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 def has_variable(word: str) -> bool:
     """Return whether a word has text that a running shell would replace: $NAME, $(COMMAND) or `COMMAND`.
 
-    Words of simple_commands() have it only where the value is not known here.
+    simple_commands() replaces such text by its value if the value is known without running the shell. So
+    its words have such text only for other values, such as that of $SLURM_PROCID.
     """
     return bool(_UNKNOWN.search(word))
 
@@ -146,7 +147,7 @@ def simple_commands(
 
 
 def _without_here_document(match: re.Match[str]) -> str:
-    """Return what replaces the lines of text that a command reads (<<EOF ... EOF).
+    """Return the replacement of lines of text that a command reads (<<EOF ... EOF).
 
     If sbatch or a shell reads them, they become its argument: `sbatch <<EOF` becomes `sbatch --wrap "..."`.
     In the lines, variables are replaced unless the word after << is quoted. Other lines are left out.
@@ -266,7 +267,7 @@ class _Reader:
             self.variables[name] += value
 
     def _read_character(self, character: str) -> None:
-        """Read what begins at the current position, and move behind it.
+        """Read the part of the text that begins at the current position, and move behind it.
 
         It is a text in quotes, a variable, a redirection, a comment or a blank. Any other character is
         added to the current word.
@@ -311,7 +312,7 @@ class _Reader:
         self._end_word()
         items = self._pop_words()
         self.words = outer_words
-        if self.may_not_run:  # which items the array gets is not known
+        if self.may_not_run:  # the new items of the array are not known
             self.arrays.pop(name, None)
         elif not is_appended:
             self.arrays[name] = items
@@ -329,7 +330,7 @@ class _Reader:
         self.has_word = False
 
     def _pop_words(self) -> list[str]:
-        """Return the words since the last separator, and begin the next command without words."""
+        """Return the words of the current simple command or array, and begin a new list of words."""
         words = self.words
         self.words = []
         return words
@@ -353,7 +354,7 @@ class _Reader:
         self.position += 1
         if (
             self.has_empty_list and not self.word
-        ):  # "$@" without arguments is no word, not even an empty one
+        ):  # "$@" without arguments is no word, not even an empty word
             self.has_word = had_word
 
     def _read_expansion(self, is_quoted: bool) -> None:

@@ -1,4 +1,4 @@
-"""Command `holmes demo`: trains a GPT on two emulated clusters, without holmes ("stock") and with holmes.
+"""Command `holmes demo`: trains a GPT on two emulated clusters, without holmes ("stock") and with it.
 
 A third variant, "all-RDMA", trains without holmes on a single fast cluster. No other variant can be faster.
 """
@@ -30,7 +30,7 @@ from holmes_lab.cli import gpu_demo, joined_demo
 from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 from holmes_lab.process.ranks import interleave
 
-WARM_UP_STEPS = 3  # first steps of a run, which are not measured
+WARM_UP_STEPS = 3  # first steps of a run, not measured
 #: Number of nodes of the cluster file, each with one rank, and of pipeline stages.
 NODE_COUNT, STAGE_COUNT = 4, 2
 #: Arguments of examples/deepspeed_pipeline.
@@ -288,7 +288,7 @@ def _report(
 ) -> str:
     """Return the report of the demo as an HTML page: a table of three variants and two pictures.
 
-    One picture shows on which node each rank runs, and which NICs connect the nodes. The other is
+    One picture shows the node of each rank, and the NICs that connect the nodes. The other is
     the timeline of one training step, with a row for each rank.
 
     Args:
@@ -311,7 +311,7 @@ def _report(
     )  # with the data-parallel size that follows
     # The table has medians over all steps; the timeline has the last traced step of each run.
     steps = {f"{name}, its last step": ranks for name, ranks in traces.items()}
-    # The first message of holmes, which names its plan.
+    # The first message of holmes names its plan.
     message = next((line for line in series["holmes"].lines if line.startswith("holmes:")), "")
     about = (
         f"4 emulated nodes, DeepSpeed's pipeline engine, pipeline 2 x data 2, {MODEL_PARAMETERS}, real "

@@ -22,7 +22,7 @@ from holmes_lab.gpu.libraries import libraries
 from holmes_lab.lab import Lab
 from holmes_lab.process.ranks import interleave
 
-#: DS_BUILD_OPS=0: DeepSpeed builds no CUDA operators, which would need nvcc.
+#: DS_BUILD_OPS=0: DeepSpeed builds no CUDA operators (they would need nvcc).
 _ENVIRONMENT = {"DS_ACCELERATOR": "cuda", "DS_BUILD_OPS": "0"}
 
 

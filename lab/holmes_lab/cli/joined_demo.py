@@ -117,8 +117,8 @@ def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
 
         Args:
             lab: The emulated clusters.
-            meeting: The coordinator, through which the jobs exchange weights.
-            name: "east" or "west", which is also the cluster of the job.
+            meeting: The coordinator: the jobs exchange weights through it.
+            name: "east" or "west": the name of the job, and of its cluster.
             count: Training steps.
             seed: Seed of the weights and of the text. It also makes the name of the log unique.
         """
@@ -141,7 +141,7 @@ def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
         """Add the end and the losses of a job to its entry in the result (start_job()).
 
         Args:
-            job: The job, which has ended or was killed.
+            job: The job. It has ended or was killed.
             index: Index of its entry in `jobs`.
         """
         lines = job.steps()
@@ -174,7 +174,7 @@ def _run_jobs(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
         record_end(restarted_west, 2)
     return {
         "jobs": jobs,
-        "events": events[1:],  # without the first line, which names the address
+        "events": events[1:],  # without the first line (the address)
         "rounds": sum(_is_round(line) for line in events),
         "came_back": any("job west begins, with the weights of east" in line for line in events),
         "rounds_of_both": sum(

@@ -309,11 +309,11 @@ class _Printer:
     """Printer of the output of all ranks, with stdout on stdout and stderr on stderr."""
 
     def __init__(self, quiet: bool, labels: list[str]):
-        """Set which output is printed.
+        """Prepare to print the output of all ranks, or of rank 0 only.
 
         Args:
             quiet: Whether only rank 0 is printed.
-            labels: "NODE:LOCAL_RANK" of each rank, which begins its lines.
+            labels: "NODE:LOCAL_RANK" of each rank, printed before each of its lines.
         """
         self.quiet, self.labels = quiet, labels
 
@@ -426,9 +426,9 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def _between_cells(row: BetweenClustersRow) -> list[str]:
-    """Return the cells of a measurement between clusters, which is a rate or a round trip.
+    """Return the cells of a measurement between clusters: of a rate or a round trip.
 
-    They are: clusters, what was measured, configured value, achieved value, verdict.
+    They are: clusters, name of the measurement, configured value, achieved value, verdict.
     """
     is_round_trip = row.what == "round trip"
     show = format_seconds if is_round_trip else format_rate
@@ -465,7 +465,7 @@ def _cells(row: LinkRow) -> list[str]:
 
 
 def _down(args: argparse.Namespace) -> int:
-    """End labs whose owner has ended, or with --all all labs, and print what was done (`holmes lab down`)."""
+    """End labs whose owner has ended (--all: all labs), and print which were ended (`holmes lab down`)."""
     labs = state.clear(running_too=args.all)
     if args.json:
         print(json.dumps([dataclasses.asdict(lab) for lab in labs]))

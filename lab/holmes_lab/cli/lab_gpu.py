@@ -1,4 +1,4 @@
-"""Command `holmes lab run --gpu`: runs a job on emulated GPUs, and reports what NCCL did.
+"""Command `holmes lab run --gpu`: runs a job on emulated GPUs, and reports NCCL's networks and traffic.
 
 The report has the network of each process group and the bytes of each NIC. Jobs that hang are ended.
 """
@@ -113,7 +113,7 @@ def gpus_of(
 
     Args:
         args: Options of `holmes lab run`.
-        command: The command of the ranks, whose Python has the torch that is used.
+        command: The command of the ranks. The torch of its Python is used.
         env: Further environment variables of the ranks.
 
     Raises:
@@ -191,9 +191,8 @@ def run(
 ) -> RunResult:
     """Run a command on emulated GPUs, and print the networks that NCCL chose and each NIC's bytes.
 
-    With --beside-stock, the command runs twice: first without its flags --holmes..., which is stock
-    training, and then as given. The printed tables show both runs. The second run is left out if
-    the first one fails.
+    With --beside-stock, the command runs twice: first without its flags --holmes... (stock training), and
+    then as given. The printed tables show both runs. The second run is left out if the first one fails.
 
     Args:
         lab: The emulated clusters.
@@ -286,7 +285,7 @@ def killed_for_memory() -> int:
 
 
 def find_missing_emulation(result: RunResult, killed: bool = False) -> str:
-    """Return what the emulation lacked for the rank that failed first, "" if it failed for another reason.
+    """Return the missing part of the emulation that made the first rank fail, "" if it failed otherwise.
 
     That is an operator, a kernel or a CUDA call that is not emulated, or memory of this machine. It
     is found in the last lines of the rank's output.
@@ -384,6 +383,11 @@ def write_report(file: str, runs: Sequence[GpuRun], libs: Libraries) -> None:
     busy: "cores_busy" is their load from 0 to 1, and "bound_by_cores" says whether it was above
     BOUND. "hang" has lines that explain why a job hung. "missing_waits" has lines about streams
     that use the same memory without waiting for each other (races).
+
+    Args:
+        file: Path of the report.
+        runs: The runs.
+        libs: Libraries of the emulated GPU, for the versions of torch and NCCL.
     """
     document = {
         "version": 1,

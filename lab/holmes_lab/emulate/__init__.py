@@ -1,1 +1,1 @@
-"""Emulation of accelerators by sleeping, and traces of what the ranks of a job do."""
+"""Emulation of accelerators by sleeping, and traces of the ranks of a job."""

@@ -51,7 +51,7 @@ from holmes_ext.errors import HolmesError
 
 VARIABLE = "HOLMES_LAB_ACCELERATOR"
 MARKER = "HOLMES_LAB_EMULATED"
-#: Module with the class WeightGradients, which computes delayed gradients of weights.
+#: Module of the class WeightGradients, by which pipeline schedules delay gradients of weights.
 WEIGHTS = "holmes_ext.runtime.reduce.weight_gradients"
 #: Folder with sitecustomize.py, for PYTHONPATH of ranks with emulated hardware.
 SITECUSTOMIZE_FOLDER = str(Path(__file__).parents[1] / "site")
@@ -139,8 +139,8 @@ def _call_listeners(kind: str, start: float, end: float) -> None:
 def install_when_imported(text: str) -> None:
     """Slow the program's layers down to the speed of the emulated GPU, as soon as it imports torch.
 
-    If the program imports holmes's class WeightGradients, which computes gradients of weights later
-    than the rest of a backward pass, these computations are slowed down, too.
+    Pipeline schedules may compute gradients of weights later than the rest of a backward pass, with holmes's
+    class WeightGradients. If the program imports the class, these computations are slowed down, too.
 
     Args:
         text: Value of HOLMES_LAB_ACCELERATOR: the settings (`Config`) as JSON.
@@ -201,10 +201,10 @@ class Pacer:
         self.calls = 0  # forward passes that were emulated
         self.unfinished: _Backward | None = None  # the backward pass that has begun and not ended
         self._inside = False  # whether a configured layer runs forward now
-        self._roles: dict[type, _Role] = {}  # class of a module -> what it is for the emulation
+        self._roles: dict[type, _Role] = {}  # class of a module -> its role in the emulation
         # A pipeline schedule may compute gradients of weights later than the rest of a backward
         # pass. _call() fills this while a layer runs forward, and paced_make() empties it.
-        #: Delayed gradients -> emulated seconds that their computation will take.
+        #: Delayed gradients of a micro-batch -> emulated seconds that their computation will take.
         self._delayed_s: dict[DelayedGradients, float] = defaultdict(float)
         #: Key in `_delayed_s` of the layers that run forward now. None: the gradients of their
         #: weights are computed in the backward pass, as usual.
@@ -243,14 +243,14 @@ class Pacer:
     def pace_delayed_gradients(self, weight_gradients: Any) -> Callable[[], None]:
         """Make the delayed computation of weight gradients take as long as on the emulated GPU.
 
-        A pipeline schedule may compute weight gradients after the backward pass, to fill idle
-        times. It uses holmes's class WeightGradients for this. Two methods of the class are
-        patched:
+        A pipeline schedule may compute weight gradients after the backward pass, to fill idle times. It uses
+        two methods of holmes's class WeightGradients for this. The patched methods move the time of these
+        gradients from the backward pass to the call of make():
 
             of(micro_batch)      context manager around a forward pass with delayed weight
-                                 gradients. The patch stores a key in self._delayed_key. Each call
-                                 of a layer (_call()) then adds to self._delayed_s[key] the emulated
-                                 seconds that computing the layer's weight gradients takes.
+                                 gradients. The patch notes the micro-batch in self._delayed_key. Each
+                                 call of a layer in this pass then adds the emulated seconds of
+                                 its weight gradients to self._delayed_s[micro-batch].
             make(micro_batch)    computes these gradients. The patch takes the sum of the seconds
                                  out of self._delayed_s, and sleeps until the call has lasted that
                                  long. Traces show the call as a backward pass.
@@ -365,7 +365,7 @@ class Pacer:
             original: The unpatched torch.nn.Module.__call__.
             module: The layer.
             args, kwargs: Its arguments. Without any tensor, its time is not emulated.
-            has_attention: Whether the layer computes attention, which takes further time.
+            has_attention: Whether the layer computes attention, too, and so takes longer.
         """
         inputs = list(_tensors((args, kwargs)))
         if not inputs:
@@ -417,7 +417,7 @@ class Pacer:
         so its FLOP are not moved.
 
         Args:
-            delayed: Key of self._delayed_s: which later call computes the gradients.
+            delayed: Key of self._delayed_s. It identifies the later call that computes the gradients.
             module: The layer.
             shape: Shape of its input.
 
@@ -437,7 +437,7 @@ class Pacer:
 
 
 class _Backward:
-    """Backward pass of one call of a layer, which sleeps until it has taken its emulated time.
+    """Backward pass of one call of a layer. It sleeps until its emulated time is over.
 
     begin() and finish() are hooks of autograd. They do not change the gradient. begin() runs when
     the gradient of the layer's output arrives, and finish() when the gradient of its input is

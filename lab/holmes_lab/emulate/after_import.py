@@ -23,7 +23,7 @@ def call_after_import(callbacks: dict[str, Callable[[ModuleType], None]]) -> Non
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Import finder that calls a registered function (a callback) after a module has been imported.
+    """Import finder that calls a registered function (a callback) after the import of a module.
 
     call_after_import() puts it first into sys.meta_path. For a module with a callback, it gets the
     spec from the other finders, and patches the spec's loader. The loader then calls the callback

@@ -4,7 +4,7 @@ If HOLMES_LAB_TRACE=DIR is set, each rank writes a file DIR/rankN.json when it e
 
     {"rank", "node", "cluster", "events": [[kind, start, end, bytes], ...]}
 
-Times are seconds of time.monotonic(), which is the same clock on all nodes, since they are one machine. The
+Times are seconds of time.monotonic(), the same clock on all nodes, since they are one machine. The
 kinds of events:
 
     forward, backward                      passes of layers on the emulated accelerator; 0 bytes
@@ -57,7 +57,7 @@ class Event(NamedTuple):
 
 
 def install(directory: str) -> None:
-    """Record what this process does from now on, and write it into a file when the process ends.
+    """Record the operations of this process from now on, and write them into a file at its end.
 
     Forward and backward passes of emulated layers, functions of torch.distributed, and steps of
     optimizers are recorded, each with its start and end (Event).
@@ -96,7 +96,7 @@ def _wrap_distributed(module: Any, events: list[Event]) -> None:
 
     Args:
         module: torch.distributed.
-        events: List to which each call of a replacement appends an Event.
+        events: Each call of a replacement appends an Event to this list.
     """
     if not module.is_available():
         return

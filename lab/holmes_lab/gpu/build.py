@@ -54,7 +54,7 @@ class _Command:
 def build(
     components: Sequence[BuildUnit], cache: Path, on_progress: OnProgress = ignore_progress
 ) -> dict[str, Path]:
-    """Build the components that are not in the cache yet.
+    """Build the components of the emulated GPU that are not in the cache yet.
 
     Args:
         components: The components, each after those that it links.
@@ -129,7 +129,7 @@ def _build_missing(
         compilations.extend(_Command(step, folder) for step in unit.compilations(folder))
     for unit in missing:
         links.extend(_Command(step, folders[unit.name]) for step in unit.links(folders))
-    # An interrupted build leaves outputs, which need not be built again.
+    # Outputs of an interrupted build need not be built again.
     headers = [command for command in headers if not command.is_built]
     compilations = [command for command in compilations if not command.is_built]
     compilations.sort(key=lambda command: command.step.source_bytes, reverse=True)
@@ -208,7 +208,7 @@ def _publish(component: BuildUnit, part: Path, target: Path) -> None:
 
     Args:
         component: The component that was built.
-        part: Folder in which it was built.
+        part: The folder of the build.
         target: Its place in the cache.
     """
     for path in part.iterdir():

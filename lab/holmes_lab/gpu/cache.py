@@ -1,4 +1,4 @@
-"""The folder in which the emulated GPU's libraries are built and kept.
+"""The folder for the emulated GPU's libraries: they are built and kept there.
 
 These libraries are the emulated CUDA runtime, the operators of torch, and NCCL.
 """

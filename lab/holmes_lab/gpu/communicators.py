@@ -40,11 +40,12 @@ def read(directory: Path) -> list[Communicator]:
                                   "group": name of the process group, or ""}
         its group gets a name     {"communicator", "group"}
 
-    The last group name that a rank writes is the best. Ranks may disagree, because a rank that
-    never used a communicator may not know the name. The lowest rank that has a name decides.
+    A later name of a rank replaces its earlier name. Ranks may disagree, because a rank that never used a
+    communicator may not know its name. So the name of a communicator is the last name that was written by the
+    lowest rank with a name.
 
     Returns:
-        The communicators, in the order in which their lowest ranks made them. In `ranks`, a member
+        The communicators, ordered by their lowest rank, and then as that rank made them. In `ranks`, a member
         is None if its process wrote no record, since its rank is then unknown.
     """
     records = _records_by_rank(directory)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from holmes_ext.errors import HolmesError
 
-#: Oldest major version of g++ that compiles torch's headers, which use C++20.
+#: Oldest major version of g++ that compiles torch's headers (C++20).
 OLDEST = 10
 
 

@@ -1,12 +1,12 @@
 """Detects deadlocks of a job on emulated GPUs with a wait-for graph over all of its ranks.
 
 The vertices of the graph are the host of each rank and all pending work in CUDA streams. An edge from one
-vertex to another says that the first waits for the second. Example of a cycle, in which two ranks launch two
-collectives in different orders:
+vertex to another says that the first waits for the second. Example of a cycle: two ranks launch two
+collectives in different orders.
 
-    host of rank 0                   is in cudaDeviceSynchronize, which waits for
+    host of rank 0                   is in cudaDeviceSynchronize, and waits for
     kernel AllReduce A of rank 0     is running, and waits for rank 1 to launch AllReduce A
-    host of rank 1                   is in cudaDeviceSynchronize, which waits for
+    host of rank 1                   is in cudaDeviceSynchronize, and waits for
     kernel AllReduce B of rank 1     is running, and waits for rank 0 to launch AllReduce B
     host of rank 0                   (the cycle closes)
 
@@ -54,7 +54,11 @@ class Mismatch(NamedTuple):
 
 
 class WaitForGraph:
-    """Wait-for graph over the hosts and the pending work of a job, at one moment."""
+    """Graph of who waits for whom in a job on emulated GPUs, at one moment.
+
+    Its vertices are the host of each rank and all pending work in CUDA streams. An edge from one
+    vertex to another says that the first cannot proceed before the second. A cycle is a deadlock.
+    """
 
     def __init__(self, states: Sequence[RankState], members: Mapping[str, Sequence[int | None]]):
         """Build the graph.
@@ -255,8 +259,8 @@ class WaitForGraph:
         """Return the work that stands for `work_id` in the graph: itself, if its rank reported it.
 
         Of a stream with much pending work, a rank reports only the first items
-        (csrc/runtime/state.cc). Work further back is replaced by the last reported item of its
-        stream, behind which it waits.
+        (csrc/runtime/state.cc). Work further back is replaced by the last reported item of its stream, since
+        it waits for that.
 
         Returns:
             `work_id` unchanged also if no earlier work of its stream was reported.

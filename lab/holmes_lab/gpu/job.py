@@ -130,8 +130,7 @@ class Gpus:
     def variables_of_node(self, cluster: str, processes: int) -> dict[str, str]:
         """Return the environment variables that differ between the nodes of a job.
 
-        They set the speed of the node's emulated GPUs, which may depend on its cluster, and their
-        number.
+        They set the number of the node's emulated GPUs, and their speed (it may depend on the cluster).
 
         Args:
             cluster: Cluster of the node.
@@ -156,11 +155,9 @@ class Gpus:
             base: Environment of the ranks without emulated GPUs. Its settings of NCCL have precedence.
             count: GPUs of each node.
             nodes: Nodes of the job.
-            holmes: Whether the job runs with holmes, which chooses the network of each NCCL
-                communicator.
+            holmes: Whether the job runs with holmes. holmes chooses the network of each NCCL communicator.
                 False: NCCL's settings name a network, as a user without holmes would.
-            watch: Directory for the watch files of the ranks, from which the lab reads their
-                progress.
+            watch: Directory for the watch files of the ranks. The lab reads their progress there.
         """
         nccl_settings = {**NCCL_SETTINGS, "NCCL_NET_PLUGIN": str(self.libraries.plugin)}
         if not holmes:
@@ -191,7 +188,7 @@ class Gpus:
 
 
 def preload_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which a Python imports modules before ranks are forked from it.
+    """Return the environment of a Python that imports modules before ranks are forked from it.
 
     Variables that only the script of a rank reads, after the imports, are left out. Jobs that
     differ in nothing else then share one preloaded Python. Each rank gets its whole environment in

@@ -35,7 +35,7 @@ _IGNORED_BY_CHECK = (
     "HOLMES_GPU_WATCH",
     "RANK",
 )
-#: Settings of NCCL on emulated GPUs: they disable what is not emulated, and save memory.
+#: Settings of NCCL on emulated GPUs: they disable features that are not emulated, and save memory.
 NCCL_SETTINGS = {
     "NCCL_PAT_ENABLE": "0",  # the device code of this algorithm is not emulated
     "NCCL_LOCAL_REGISTER": "0",  # registered buffers are not emulated
@@ -98,7 +98,7 @@ def libraries(
 
     Args:
         command: The command with its arguments.
-        environ: The environment in which it runs.
+        environ: The environment of the command.
         nccl_source: Path of NCCL's source code (--nccl-source); None to search for it.
         on_progress: Shows the progress of the build.
 

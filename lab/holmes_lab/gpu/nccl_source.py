@@ -1,8 +1,8 @@
 """Finds the source code of NCCL on this machine.
 
 For emulated GPUs, holmes compiles NCCL's host code from source and runs it on an emulated CUDA runtime. The
-source is a git checkout, or a .tar.gz archive of a checkout, which is unpacked into holmes's cache. The first
-of these that is given or exists is used:
+source is a git checkout, or a .tar.gz archive of a checkout. An archive is unpacked into holmes's cache. The
+first of these that is given or exists is used:
 
     1. the value of --nccl-source, an option of `holmes lab build` and `holmes lab run --gpu`
     2. the environment variable HOLMES_NCCL_SOURCE
@@ -29,7 +29,7 @@ from holmes_lab.gpu.cache import make_cache, user_cache
 
 VARIABLE = "HOLMES_NCCL_SOURCE"
 REPOSITORY = "https://github.com/NVIDIA/nccl"
-#: Releases with which the emulated GPU was tested. A minor version older than the first is rejected. A newer
+#: Releases that were tested with the emulated GPU. A minor version older than the first is rejected. A newer
 #: version than the last is used with a warning: when it is built, its results are checked (csrc/check).
 TRIED = ("2.27.7", "2.28.9", "2.29.7", "2.30.7")
 #: The version that `make checkouts` clones into default_nccl_folder().
@@ -52,13 +52,13 @@ class NcclSource:
 
     @property
     def code(self) -> str:
-        """NCCL_VERSION_CODE in nccl.h, which is "22907" for NCCL 2.29.7."""
+        """NCCL_VERSION_CODE in nccl.h, such as "22907" for NCCL 2.29.7."""
         major, minor, patch = self.version
         return f"{major}{minor:02}{patch:02}"
 
 
 def default_nccl_folder(version: str | None = None) -> Path:
-    """Return a folder in which NCCL's source is searched if the user names no folder.
+    """Return a folder that is searched for NCCL's source if the user names no folder.
 
     The folder may not exist.
 
@@ -77,9 +77,9 @@ def find_nccl(option: str | None, cache: Path, wanted: str = DEFAULT) -> NcclSou
 
     Args:
         option: Path of a checkout of NCCL or of its archive (the value of --nccl-source), or None.
-        cache: The folder into which an archive is unpacked.
-        wanted: The version of NCCL whose default folder is searched first, and which the error message
-            recommends if no source is found.
+        cache: Folder for the content of an archive.
+        wanted: A version of NCCL. Its default folder is searched first, and the error message recommends it
+            if no source is found.
 
     Raises:
         HolmesError: There is no source, or its version of NCCL is too old.
@@ -129,8 +129,8 @@ def _read_version(folder: Path, where: str) -> NcclSource:
         )
     major, minor, patch = map(int, numbers)
     name = f"{major}.{minor}.{patch}"
-    # TRIED: the releases with which the emulated GPU was tested. DEFAULT is one of them, which the
-    # error message recommends; v{DEFAULT}-1 is its git tag.
+    # TRIED: the releases that were tested with the emulated GPU. The error message recommends one of them,
+    # DEFAULT; v{DEFAULT}-1 is its git tag.
     if (major, minor) < _minor_version(TRIED[0]):
         raise HolmesError(
             f"{where} is NCCL {name}; the emulated GPU takes {TRIED[0]} and newer: git -C {where} checkout "

@@ -39,7 +39,7 @@ _CODE_GENERATORS = ("inductor", "cudagraphs", "onnxrt", "tensorrt")
 def install_when_imported(library: str, environ: MutableMapping[str, str] = os.environ) -> None:
     """Prepare the environment of a program, and install the operators when it imports torch.
 
-    This takes two steps, because the operators call torch's C++ Meta kernels, which compute the
+    This takes two steps, because the operators call torch's C++ Meta kernels, the functions that compute the
     shapes of results:
 
         after torch's C++ part (torch._C)    The library stores these kernels. Later, torch's Python
@@ -79,8 +79,8 @@ def install_when_imported(library: str, environ: MutableMapping[str, str] = os.e
 def drop_expandable_segments(environ: MutableMapping[str, str]) -> None:
     """Remove expandable_segments from the settings of torch's CUDA allocator.
 
-    Expandable segments need virtual device addresses, which emulated memory does not have. The allocator then
-    uses ordinary segments.
+    Expandable segments need virtual device addresses, and emulated memory has none. The allocator then uses
+    ordinary segments.
     """
     for name in _ALLOCATOR_SETTINGS:
         settings = environ.get(name, "").split(",")
@@ -110,7 +110,7 @@ def _load(path: str, environ: MutableMapping[str, str]) -> ctypes.CDLL:
         path: Path of the library.
         environ: The environment of this process.
     """
-    # Removes expandable_segments, which emulated memory lacks, from the settings of torch's CUDA
+    # Emulated memory has no expandable segments: the setting for them is removed from those of torch's CUDA
     # allocator. The program may have set it before it imported torch.
     drop_expandable_segments(environ)
     library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_GLOBAL)
@@ -131,7 +131,7 @@ def _install(library: ctypes.CDLL, torch: Any) -> None:
         )
     torch._C._jit_override_can_fuse_on_gpu(False)  # TorchScript's fuser would compile GPU code
     torch.compile = _without_code_generation(torch.compile)
-    # A signal handler must be set in the process that uses CUDA, which may be forked from this one.
+    # A signal handler must be set in the process that uses CUDA, perhaps a later fork of this process.
     torch.cuda._lazy_call(_write_stacks_on_signal)
 
 

@@ -25,13 +25,14 @@ def missing_waits(directory: Path) -> list[str]:
     that several ranks found is described once.
 
     Args:
-        directory: Directory in which each rank wrote its file rank<N>.races, a line of JSON for
-            each race.
+        directory: Directory with the file rank<N>.races of each rank: a line of JSON for each race.
 
     Returns:
         For each race "a wait is missing (rank 0, 1): ...", and then lines with its Python stack.
     """
-    ranks_of: dict[tuple[str, ...], set[int]] = defaultdict(set)  # lines of a description -> ranks
+    ranks_of: dict[tuple[str, ...], set[int]] = defaultdict(
+        set
+    )  # text -> ranks that found the race
     paths = {int(path.stem.removeprefix("rank")): path for path in directory.glob("rank*.races")}
     for rank, path in sorted(paths.items()):
         for record in path.read_text(errors="replace").splitlines():

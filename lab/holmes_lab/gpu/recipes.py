@@ -27,7 +27,7 @@ from holmes_lab.gpu.torch_build import TorchBuild
 CSRC = Path(__file__).with_name("csrc")
 #: Placeholder in a build command for the file that the command writes.
 OUTPUT = "{made}"
-#: Placeholder in a build command for the folder in which the component is built.
+#: Placeholder in a build command for the folder of the component.
 BUILD_FOLDER = "{here}"
 #: Functions that csrc/nccl wraps with the linker's --wrap: three of NCCL, under their mangled C++ names (the
 #: same in 2.27 to 2.30), and several of libc.
@@ -255,7 +255,7 @@ def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> 
         """Return the commands that compile NCCL's host code."""
         steps = []
         for file in files:
-            # DOCA's .cpp files declare what the precompiled comm.h includes from CUDA's headers.
+            # DOCA's .cpp files declare the same names as CUDA's headers in the precompiled comm.h.
             include_first = _INCLUDE_FIRST if file.suffix == ".cc" else ()
             steps.append(_compile(compiler, file, (*flags, *include_first), base=src))
         return steps
@@ -313,7 +313,7 @@ def nccl(
         compiler: The C++ compiler.
         source: NCCL's source code.
         cuda: Major and minor version of CUDA.
-        host_code: The component "nccl-host", which is linked into the library.
+        host_code: The component "nccl-host". It is linked into the library.
     """
     src = source.folder / "src"
     cuda_major, _ = cuda
@@ -341,8 +341,8 @@ def nccl(
     def compilations(folder: Path) -> list[BuildStep]:
         """Return the commands that compile NCCL's device code, its network plugin, and the check.
 
-        Generated sources of the device code are in `folder`, in which the component is built.
-        All others are in csrc. NCCL's host code is another component ("nccl-host").
+        Generated sources of the device code are in `folder`, the folder of the component. All others are in
+        csrc. NCCL's host code is another component ("nccl-host").
         """
         steps = [_compile(compiler, file, flags, base=folder) for file in generated_sources(folder)]
         for file in (*library_sources, *plugin_sources, check_source):
@@ -422,7 +422,7 @@ def _generate_device_sources(source: NcclSource, folder: Path) -> None:
 
 
 def _cuda_version_flag(cuda: tuple[int, int]) -> str:
-    """Return the flag that defines CUDART_VERSION, which is 13020 for CUDA 13.2."""
+    """Return the flag that defines CUDART_VERSION, such as 13020 for CUDA 13.2."""
     major, minor = cuda
     return f"-DCUDART_VERSION={1000 * major + 10 * minor}"
 
@@ -456,7 +456,7 @@ def _compile(
 
 
 def _write_first_header(folder: Path, header: Path) -> None:
-    """Write first.h, which includes `header` and is precompiled for all sources of a component.
+    """Write first.h, a header that includes `header` and is precompiled for all sources of a component.
 
     Without it, half of the time of each compilation would be spent on reading that header.
     """
@@ -476,7 +476,7 @@ def _link(
 
     Args:
         compiler: The C++ compiler.
-        soname: Name of the library, which is also the name of its file.
+        soname: Name of the library and of its file.
         arguments: Object files, libraries and further flags.
         static_cxx: Links the C++ library statically, for a library that is preloaded into any program.
     """

@@ -67,7 +67,7 @@ class StreamWork:
     kind: str  # "kernel", "copy", "host function", "event record" or "event wait"
     name: str
     #: Number of the work in the hardware queue of its stream, from 1, in the order of the launches.
-    #: 0 for event records and waits, which use no hardware queue.
+    #: 0 for event records and waits: they use no hardware queue.
     position: int
     started: bool
     sms: int  # multiprocessors that the kernel holds or needs
@@ -104,7 +104,7 @@ class NcclLaunch:
 class HostWait:
     """A blocked host (CPU) thread: in a CUDA call that waits for work, or in NCCL waiting for a peer."""
 
-    call: str  # name of the CUDA call, or what NCCL does
+    call: str  # name of the CUDA call, or of the action of NCCL
     work_ids: tuple[WorkId, ...]  # the work that the CUDA call waits for; empty in NCCL
     communicator: str = ""  # of the peer
     peer: int | None = None  # member of the communicator that NCCL waits for; None in a CUDA call
@@ -130,7 +130,7 @@ class RankState:
 
 
 class Watch:
-    """Reader of the files in which the ranks of a job on emulated GPUs record their state."""
+    """Reader of the state that the ranks of a job on emulated GPUs record in files."""
 
     def __init__(self, directory: Path):
         """Begin to read the watch files of a job.
@@ -212,7 +212,7 @@ class Watch:
         Args:
             offset: Byte offset in the page of the counter to write.
             value: The number to write.
-            answer_offset: Byte offset of the counter in which a rank answers.
+            answer_offset: Byte offset of the counter with the answer.
             expected: Number in that counter that counts as the answer.
             timeout_s: Seconds to wait for the answers.
         """

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from holmes_ext.errors import HolmesError
 
-#: Versions of torch with the major version of their CUDA, with which the emulated GPU was tested.
+#: Versions of torch that were tested with the emulated GPU -> major version of their CUDA.
 TRIED = (("2.13", 13), ("2.15", 13))
 #: Environment variable that allows other versions if it is "1".
 UNTRIED = "HOLMES_GPU_UNTRIED"
@@ -53,7 +53,7 @@ def python_of(command: Sequence[str], environ: Mapping[str, str]) -> str:
 
     Args:
         command: The command with its arguments.
-        environ: The environment in which the command runs.
+        environ: The environment of the command.
 
     Raises:
         HolmesError: There is no such program, or no Python on PATH.
@@ -84,7 +84,7 @@ def find_torch(python: str, environ: Mapping[str, str]) -> TorchBuild:
 
     Args:
         python: The interpreter.
-        environ: The environment in which it runs.
+        environ: The environment of the interpreter.
 
     Raises:
         HolmesError: The interpreter cannot be run, has no torch or only a CPU build of it, or the emulated

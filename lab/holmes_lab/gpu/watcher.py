@@ -97,10 +97,9 @@ class Watcher:
         Args:
             directory: Directory of the watch files that the ranks of the job write.
             clock: Returns the time in seconds.
-            stall_s: Seconds without progress before the state of the ranks is read. From it follows
-                which rank or GPU work waits for which (the wait-for graph). A cycle in this graph
-                is a deadlock, which ends the job at once. The other two limits are for stalls
-                without one.
+            stall_s: Seconds without progress before the state of the ranks is read. It shows which rank or
+                GPU work waits for which (the wait-for graph). A cycle in this graph is a deadlock, and ends
+                the job at once. The other two limits are for stalls without a cycle.
             report_s: Seconds without progress before a stall is reported, once.
             end_s: Seconds without progress before a stall ends the job, if GPU work is pending.
         """

@@ -1,4 +1,4 @@
-"""Builds the command line with which a launcher starts a job on all nodes of an emulated cluster.
+"""Builds the command line of a launcher that starts a job on all nodes of an emulated cluster.
 
     holmes lab run --launcher srun -- python train.py
         runs   srun --nodes=4 --ntasks-per-node=2 ... python train.py   on the login host
@@ -118,7 +118,7 @@ def command_line(
     directory: Path,
     position: int = 0,
 ) -> list[str]:
-    """Return the command line with which a launcher starts `command` on the nodes.
+    """Return the command line of a launcher that starts `command` on the nodes.
 
     Args:
         launcher: "torchrun", "srun", "mpirun" or "deepspeed".
@@ -126,7 +126,7 @@ def command_line(
         counts: Number of processes on each node.
         command: The user's command. It is returned unchanged if it already begins with the launcher.
         directory: Directory for the hostfile that mpirun and deepspeed read.
-        position: Position of the node on which the line runs (torchrun, which runs on every node).
+        position: Position of the node that runs the line (for torchrun, since it runs on every node).
 
     Raises:
         HolmesError: The launcher cannot start this command.

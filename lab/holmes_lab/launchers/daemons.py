@@ -144,7 +144,7 @@ class Daemons:
     def program(
         self, argv: Sequence[str], host: str = LOGIN, env: Mapping[str, str] | None = None
     ) -> Program:
-        """Return a command with the host and the environment with which it is to be started."""
+        """Return a command with its host and its environment, ready to be started."""
         return Program(host, argv, {**self._common, **self.lab.variables(host), **(env or {})})
 
     def kill(self, name: str, host: str) -> None:

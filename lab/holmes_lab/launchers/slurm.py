@@ -39,7 +39,7 @@ def configure(
     """Write the configuration files of Slurm and the key of munge.
 
     Args:
-        directory: Directory into which the files are written.
+        directory: Directory for the files.
         spec: The clusters and their nodes.
         order: Names of the nodes, in the order of slurm.conf.
         processes: Node -> its processes. A node has as many GPUs.

@@ -28,7 +28,7 @@ def configure(directory: Path, variables: Mapping[str, Mapping[str, str]]) -> No
         sshd_config.HOST      for the sshd of each host
 
     Args:
-        directory: Directory into which the files are written.
+        directory: Directory for the files.
         variables: For each host, the environment variables of every session on that host.
 
     Raises:

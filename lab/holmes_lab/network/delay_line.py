@@ -8,10 +8,9 @@ link on its path, and writes it to the TAP device of the other cluster. Frames h
 (virtio-net headers, checksum and segmentation left to the receiver), so few system calls are
 needed.
 
-Each direction of a link or an uplink is a `FairQueue`, which frames leave one after the other at
-its rate. All pairs of nodes get the same share of the rate, so a small message does not wait behind
-all frames of a large one. A frame that finds the buffer of the queue full is dropped, as in a
-router.
+Each direction of a link or an uplink is a `FairQueue`: frames leave it one after the other at its rate. All
+pairs of nodes get the same share of the rate, so a small message does not wait behind all frames of a large
+one. A frame that finds the buffer of the queue full is dropped, as in a router.
 
 Forked by the lab's keeper, so it uses only the standard library. It needs TUN/TAP, not netem.
 """
@@ -63,7 +62,7 @@ _PR_SET_TIMERSLACK, _M_TRIM_THRESHOLD = 29, -1
 
 
 class ClusterPath(NamedTuple):
-    """The way from one cluster to another, without the uplink of the receiver."""
+    """Queues and latency of frames from one cluster to another, up to the receiving cluster's uplink."""
 
     queues: Sequence[FairQueue]  # uplink of the sender and link, as far as they have a limited rate
     latency_s: float  # of the link, one way
@@ -91,7 +90,7 @@ class DelayedFrame:
             flow: IPv4 addresses of the sender and the receiver. Flows share each rate equally.
             target: Number of the receiver's cluster.
             path: Queues and latency on the way.
-            arrival_s: Time at which the sender's cluster has delivered the whole frame.
+            arrival_s: Time when the sender's cluster has delivered the whole frame.
         """
         self.pieces = pieces
         self.bits = bits

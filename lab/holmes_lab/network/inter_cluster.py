@@ -59,8 +59,9 @@ def bridge(cluster: int) -> str:
 def route_lines(cluster: int) -> list[str]:
     """Return the lines for `ip -batch` on a node that route to other clusters.
 
-    They go over the cluster's router, which the delay line emulates. The delay line answers no ARP
-    requests, so the router's MAC address is given.
+    The next hop is the router of the node's cluster. There is no such machine: its frames go to the delay
+    line, the process that emulates the network between clusters. This process answers no ARP requests, so a
+    line also sets the router's MAC address.
 
     Args:
         cluster: Number of the node's cluster.

@@ -70,7 +70,7 @@ def die_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Make orphaned descendants children of the calling process, which can then end them."""
+    """Make orphaned descendants children of the calling process, so that it can end them."""
     _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -78,7 +78,7 @@ def become_root_of_new_user_namespace(flags: int) -> None:
     """Move the calling process into a new user namespace, in which it is root, and into further new ones.
 
     Args:
-        flags: CLONE_ flags of the further namespaces, which a user without rights may create together with a
+        flags: CLONE_ flags of the further namespaces. A user without rights may create them together with a
             user namespace.
     """
     uid = os.getuid()
@@ -93,7 +93,7 @@ def enter(holder: int, names: tuple[str, ...] = ("net", "uts", "mnt")) -> None:
     """Move the calling process, which must have a single thread, into namespaces of another process.
 
     Args:
-        holder: PID of the other process, which keeps the namespaces alive.
+        holder: PID of the other process. It keeps the namespaces alive.
         names: The namespaces, as in /proc/PID/ns.
     """
     descriptors = [

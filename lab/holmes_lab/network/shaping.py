@@ -4,9 +4,9 @@
             [ib0 ]--veth--[f0]  bridge "fab0" (fabric "a")             10.100.0.0/16, the fabric's nodes
             [ib1 ]--veth--[f0r1]  the same, for a second rail
 
-Both ends of each veth are shaped with tbf: the node's egress, and the egress of the switch port,
-which is what the node receives. If cluster.toml describes the network between clusters, each
-cluster has an Ethernet of its own (network/inter_cluster.py).
+Both ends of each veth are shaped with tbf: the node's egress, and the egress of the switch port (the node's
+ingress). If cluster.toml describes the network between clusters, each cluster has an Ethernet of its own
+(network/inter_cluster.py).
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class LabNic:
     address: str  # IPv4
     mac: str
     rate_bps: int  # shaped rate, each way
-    nominal_bps: int  # rate in cluster.toml, which the emulated sysfs shows
+    nominal_bps: int  # rate in cluster.toml, and in the emulated sysfs
     port: str  # other end of the veth, in the switch namespace
-    bridge: str  # to which that end is attached
+    bridge: str  # bridge of that end
     number: int = 0  # number of its fabric among the fast ones; 0 for Ethernet
     hca: str = "mlx5_0"  # RDMA device
     prefix: int = 16  # prefix length of the address
@@ -124,7 +124,7 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
             index = len(nodes)
             nics = [_eth0(spec, index, scale, cluster_number, index_in_cluster)]
             if cluster.fabric != ETHERNET:
-                # A node has `rails` fast NICs, which share the rate of the file.
+                # A node has `rails` fast NICs. They share the rate of the file.
                 nics += [
                     _nic(
                         index,
@@ -259,10 +259,9 @@ def _nic(
 
 #: Largest packet of a veth in bytes (64 KiB, the largest IP packet).
 _LARGEST_PACKET = 65_536
-# The numbers here and in _SLOW_LINKS are chosen so that messages of 128 KiB and more get the
-# configured rate within 10 %, which `holmes lab measure` checks.
-#: On links above 700 Mb/s: seconds that a packet takes at the rate. Larger packets are fewer, and
-#: need less CPU time.
+# With the numbers here and in _SLOW_LINKS, messages of 128 KiB and more get the configured rate within 10 %
+# (`holmes lab measure` checks this). : On links above 700 Mb/s: seconds that a packet takes at the rate.
+# Larger packets are fewer, and : need less CPU time.
 _PACKET_S = 150e-6
 #: Seconds that a burst lasts at the rate, at least. tbf sends again when a timer fires, which may
 #: be a millisecond late; a smaller burst would then leave the link idle.
@@ -317,7 +316,7 @@ _SLOW_LINKS = (
 
 
 def shaping(rate_bps: int) -> Shaping:
-    """Return the parameters with which the data of a TCP stream, without headers, gets a rate.
+    """Return the parameters that give the data of a TCP stream, without headers, a rate.
 
     The kernel's token bucket filter (tbf) limits the rate. Up to 700 Mb/s, small bursts
     (_SLOW_LINKS) keep it exact. Faster links need bursts of a millisecond, because timers fire
@@ -338,7 +337,7 @@ def shaping(rate_bps: int) -> Shaping:
         gso_max_size=packet_bytes,
         # Above the rate, so that the link can catch up after a late timer.
         peak_bps=round(wire_bps * _PEAK_FACTOR),
-        # Above a packet, because tbf cuts longer packets into frames, which costs CPU time.
+        # Above a packet, because tbf would spend CPU time on cutting longer packets into frames.
         peak_burst=packet_bytes_on_wire + _PEAK_BURST_MARGIN,
     )
 
@@ -348,7 +347,7 @@ def shape_commands(device: str, rate_bps: int) -> tuple[str, str]:
 
         ip    limits the size of the packets that the kernel gives to the device (gso_max_size).
               tbf would cut packets above its burst size, which costs CPU time.
-        tc    limits the rate at which the device sends, by a token bucket filter (tbf).
+        tc    limits the device's rate of sending, by a token bucket filter (tbf).
 
     The device may have a limit already. If the burst size changes, its queue is replaced by an
     empty one, and TCP sends the lost packets again. A packet that is longer than the new burst
@@ -427,6 +426,6 @@ def node_batches(node: LabNode) -> tuple[str, str]:
 
 
 def hosts_file(nodes: Iterable[LabNode]) -> str:
-    """Return the text of /etc/hosts, in which each node's name has the address of its eth0."""
+    """Return the text of /etc/hosts with each node's name and the address of its eth0."""
     lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
     return "\n".join(lines + [f"{node.address} {node.name}" for node in nodes]) + "\n"

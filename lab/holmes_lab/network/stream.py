@@ -27,9 +27,9 @@ import struct
 import sys
 import time
 
-#: Seconds for which a stream is sent before its rate is measured, until TCP's window has opened.
+#: Seconds of a stream before its rate is measured: TCP's window has then opened.
 LEAD_S = 1.5
-STREAM_S = 1.5  # seconds in which the rate is measured
+STREAM_S = 1.5  # seconds of the measurement of the rate
 #: Seconds for the messages of each size.
 SIZE_S = 0.5
 _PORT = 9001
@@ -94,7 +94,7 @@ def _exchanges(connection: socket.socket, size: int, least_s: float) -> list[flo
     Args:
         connection: Connection to the receiver.
         size: Bytes of a message.
-        least_s: Seconds for which messages are sent. At least _LEAST_MESSAGES messages are sent in any case.
+        least_s: Messages are sent for this many seconds; at least _LEAST_MESSAGES are sent in any case.
     """
     message = _SIZE.pack(size) + bytes(size)
     times: list[float] = []
@@ -152,7 +152,7 @@ def _measure_stream(connection: socket.socket, buffer: bytearray) -> None:
 
     Args:
         connection: Connection to the sender.
-        buffer: Space for the received bytes, which are not used.
+        buffer: Space for the received bytes. They are not used.
     """
     total_bytes = 0
     first_s = 0.0  # time of the first byte

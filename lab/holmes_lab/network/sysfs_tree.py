@@ -1,4 +1,4 @@
-"""Sysfs trees of emulated nodes, from which holmes reads the NICs of a node instead of from /sys.
+"""Sysfs trees of emulated nodes: holmes reads the NICs of a node there instead of in /sys.
 
 HOLMES_SYSFS names the tree of a node. The files and their texts are as in Linux
 (drivers/infiniband/core/sysfs.c and net/core/net-sysfs.c):
@@ -51,13 +51,13 @@ def write_tree(root: Path, node: LabNode) -> None:
     """Write the sysfs tree of a node with all links up, and the output of `ip -j addr` as ip_addr.json.
 
     holmes reads the NICs of the emulated node from this tree in place of /sys. InfiniBand, RoCE and
-    Ethernet NICs are ConnectX-6 adapters of NVIDIA (driver mlx5_core), which can have any link layer.
+    Ethernet NICs are ConnectX-6 adapters of NVIDIA (driver mlx5_core), since these can have any link layer.
     NICs of other kinds have the driver of their kind. All of them have an RDMA port and a network
     device, also those that have only one of the two in reality (EFA, Slingshot, gVNIC): the lab's
     network plugin finds NICs by the first and moves data over the second.
 
     Args:
-        root: Folder of the tree, which is created.
+        root: Folder of the tree. It is created.
         node: The node with its NICs.
     """
     addresses = []
@@ -123,7 +123,7 @@ def _net_files(nic: LabNic) -> dict[str, str]:
     """Return name -> content of the files of a network interface, without those about its link.
 
     An InfiniBand NIC has an IPoIB interface. Its address has 20 bytes: 4 for a queue pair, and 16
-    for the GID, which is the subnet prefix and the GUID of the port. Other interfaces have a MAC
+    for the GID (the subnet prefix and the GUID of the port). Other interfaces have a MAC
     address.
     """
     infiniband = KINDS[nic.kind].infiniband
@@ -151,8 +151,8 @@ def _write_port(port: Path, node: LabNode, nic: LabNic) -> None:
 
     Args:
         port: Folder of the port.
-        node: The node, which is numbered in the lab.
-        nic: The NIC, which is numbered among the fast NICs of its node (rail).
+        node: The node with its number in the lab.
+        nic: The NIC with its number among the fast NICs of its node (rail).
     """
     infiniband = KINDS[nic.kind].infiniband
     # LIDs are unique in a subnet. LID 1 is that of the subnet manager, the ports of rail 0 follow,
@@ -202,7 +202,7 @@ def _subnet_prefix(nic: LabNic) -> int:
 
 
 def _guid(nic: LabNic) -> int:
-    """Return the GUID of a NIC, which is the EUI-64 of its MAC address."""
+    """Return the GUID of a NIC: the EUI-64 of its MAC address."""
     octets = bytes.fromhex(nic.mac.replace(":", ""))
     return int.from_bytes(bytes([octets[0] ^ 2]) + octets[1:3] + b"\xff\xfe" + octets[3:], "big")
 
@@ -219,10 +219,11 @@ def _hex_bytes(value: int) -> list[str]:
 
 
 def _write(directory: Path, files: dict[str, str]) -> None:
-    """Write files into a folder, which is created if it does not exist.
+    """Write files into a folder, and create the folder if it does not exist.
 
     Args:
-        files: Name -> content, to which a newline is added.
+        directory: The folder.
+        files: Name -> content. A newline is added to it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():

@@ -8,7 +8,7 @@ the fork server with the environment and the working directory of the job:
 FOLDERS contain the packages holmes_lab and holmes_ext; CONTROL is the descriptor number of a
 socket.
 
-In a forked rank, a script finds what it would find in a new Python: sys.argv, sys.path[0],
+A script in a forked rank finds the same things as in a new Python: sys.argv, sys.path[0],
 __main__, the environment, and random numbers. holmes is not activated in the fork server, but in
 each rank. If a job does not use holmes, its ranks have none of holmes's modules.
 """
@@ -51,7 +51,7 @@ del os, path, sys, fork_server
 if entry is not None:
     variables = entry()
 """
-#: Program of a fork server, and that of a template (templates.py), which forks the fork servers of
+#: Program of a fork server, and that of a template (templates.py), the parent of the fork servers of
 #: several labs.
 BOOT = _BOOT_OF_FUNCTION.replace("SERVE", "serve")
 TEMPLATE_BOOT = _BOOT_OF_FUNCTION.replace("SERVE", "serve_template")
@@ -107,7 +107,7 @@ def start(ask: Callable[..., object], log: Path, modules: Sequence[str]) -> sock
     A fork server is a Python process that imports modules once, and then forks ranks.
 
     Args:
-        ask: Starts the process, and tells it what to import. Called as
+        ask: Starts the process, and gives it the names of its modules. Called as
             ask(descriptors=[CONTROL, LOG]): the process's end of the control socket, and `log` as
             an open file for its output.
         log: File for the output of the process.
@@ -137,7 +137,7 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
 
     Args:
         modules: Names of the modules.
-        control_number: Descriptor number of the control socket, over which the jobs arrive.
+        control_number: Descriptor number of the control socket, which brings the jobs.
 
     Returns:
         In a forked rank: a function without arguments that runs its script (launch.Entry). In the fork server
@@ -266,8 +266,8 @@ def _preload(modules: list[str]) -> None:
             raise ImportError(f"{module}: {error}") from error
     import_for_ranks()
     if uses_emulated_gpu():
-        # A fork cannot use a GPU that its parent has used. This is checked once, after all imports,
-        # so it does not show which of the modules did it. The message names the last one.
+        # A fork cannot use a GPU that its parent has used. This is checked once, after all imports, so it
+        # does not show which of the modules did it. The message names the last module.
         raise RuntimeError(
             f"{modules[-1]}: it uses a GPU while it is imported, which no fork may share; leave it out"
         )
@@ -279,8 +279,8 @@ def _fork_job_supervisors(control: socket.socket) -> launch.Entry | None:
     The fork server is a Python that has imported the modules of the job; its forks have them, too.
 
     Args:
-        control: Socket over which the socket of each job arrives as a file descriptor. Its other
-            end is closed when the lab (the emulated nodes) ends.
+        control: Socket that brings the socket of each job, as a file descriptor. Its other end is closed when
+            the lab (the emulated nodes) ends.
 
     Returns:
         The function returns in two kinds of processes. In a rank: a function without arguments that
@@ -331,7 +331,7 @@ def import_for_ranks() -> None:
         # modules before, such as holmes_ext.errors. These stay, so their package must stay, too.
         _holmes_modules.discard("holmes_ext")
     gc.collect()
-    # Otherwise the first full collection in a rank writes to all shared pages, which copies them:
+    # Otherwise the first full collection in a rank writes to all shared pages, and so copies them:
     # 0.1 s.
     gc.freeze()
 
@@ -376,7 +376,7 @@ def run_script(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
     Returns:
         The global variables of the script. The caller keeps them until the process ends, as Python does.
     """
-    # Give gloo's threads time to release their last tensors, for which they need the interpreter.
+    # Give gloo's threads time to release their last tensors: they need the interpreter for that.
     atexit.register(time.sleep, _RELEASE_S)
     os.environ.clear()
     os.environ.update(env)

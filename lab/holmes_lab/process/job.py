@@ -52,7 +52,7 @@ class RunResult:
     def busy_in_last(self, seconds: float) -> float:
         """Return the median share of the cores in use, 0 to 1, during the last `seconds` of the job.
 
-        A job that warms up first is judged by its measured steps, which come last.
+        A job that warms up first is judged by its measured steps, and these come last.
         """
         return median_share(self.core_shares, seconds)
 
@@ -112,7 +112,7 @@ class Job:
             timeout: Seconds after which the job ends with status 124; None: no limit.
             grace: Seconds that the other ranks have to end by themselves when one fails.
             emulated: Whether the ranks have an emulated accelerator.
-            watch: Folder in which ranks on emulated GPUs record what they do; None without them.
+            watch: Folder for the state that ranks on emulated GPUs record; None without such GPUs.
         """
         self.watch = watch
         self._supervisor = supervisor
@@ -168,7 +168,7 @@ class Job:
         """Wait for the end of the job, and return its result.
 
         Args:
-            timeout: Limit in seconds; None: no limit.
+            timeout: Limit of the wait in seconds; None: no limit.
 
         Raises:
             TimeoutError: The job has not ended in time. It continues to run.
@@ -204,9 +204,9 @@ class Job:
     def _run(self) -> None:
         """Read the messages and the output of the job until it has ended, and then set its result.
 
-        A thread runs this function. The job supervisor, the process that forks the ranks, sends the
-        messages, and each rank has two pipes for its output. The job has ended when all of them
-        have closed their ends.
+        A thread runs this function. The messages come from the job supervisor, the process that forks the
+        ranks. The output comes from each rank by two pipes, stdout and stderr. The job has ended when the
+        supervisor has closed its socket and all ranks have closed their pipes.
         """
         try:
             while len(self._selector.get_map()) > 0:

@@ -30,7 +30,7 @@ from holmes_lab.process import launch, wire
 
 #: Names of two processes among the namespace holders. No host can have such names.
 SWITCH = ""  # holds the namespace of the bridges, and is the init of the lab's PID namespace
-WAN = " wan"  # the delay line, which emulates the network between clusters
+WAN = " wan"  # the delay line: it emulates the network between clusters
 
 
 def main(arguments: list[str]) -> None:
@@ -62,9 +62,11 @@ def main(arguments: list[str]) -> None:
 def _hold_lab(control: socket.socket, caller: int) -> bool:
     """Create the namespaces of a lab, and hold the lab until it is to end.
 
-    This process (the keeper) owns all other processes of the lab. It answers the caller with
-    {"init": PID of the init process of the lab's PID namespace}, or with {"denied": why the
-    namespaces cannot be created}.
+    This process (the keeper) owns all other processes of the lab. Its first message to the caller is
+
+        {"init": PID of the init process of the lab's PID namespace}, or
+        {"denied": reason, "userns": whether this user is not root}, if the namespaces cannot be
+            created. The function then returns at once.
 
     Args:
         control: Socket to the process that created the Lab (the caller), for its requests.
@@ -162,17 +164,16 @@ class Keeper:
     def hold(self, name: str, prepare: Callable[[], Callable[[], None] | None]) -> None:
         """Fork a process that creates namespaces, and keeps them alive until it is killed.
 
-        Namespaces exist as long as a process is in them. This process, a namespace holder, either
-        does nothing more, or runs a program that needs these namespaces: the delay line, which
-        emulates the network between clusters.
+        Namespaces exist as long as a process is in them. The forked process, a namespace holder, either does
+        nothing more, or runs a program that needs these namespaces: the delay line (it emulates the network
+        between clusters).
 
         Args:
-            name: Name under which the process is entered in self.holders. For the namespaces of a
-                node: the name of the node. SWITCH: for the network namespace of the bridges. WAN:
-                for the delay line.
+            name: Key of the process in self.holders. For the namespaces of a node: the name of the node.
+                SWITCH: for the network namespace of the bridges. WAN: for the delay line.
             prepare: Called in the forked process to create or enter the namespaces. It returns
-                None if the process shall then only keep them. Otherwise it returns the program, a
-                function without arguments, which the process then runs.
+                None if the process shall then only keep them. Otherwise it returns the program of the
+                process, a function without arguments.
 
         Raises:
             OSError: The namespaces cannot be created.
@@ -188,7 +189,7 @@ class Keeper:
             answer = pipe.read()
         if not answer.isdigit():
             os.waitpid(pid, 0)
-            # WAN is " wan" (with a space, which no node's name has).
+            # WAN is " wan": no node's name has a space.
             shown_name = "switch" if name == SWITCH else name.strip()
             raise OSError(f"{shown_name}: {answer}")
         self.holders[name] = wire.HolderPids(pid=pid, pid_in_lab=int(answer))
@@ -222,7 +223,7 @@ class Keeper:
             wire.send(self.control, answer)
 
     def has_ended(self, name: str) -> bool:
-        """Return whether a forked holder of namespaces has ended; False if there is none of this name."""
+        """Return whether the process under a key of `holders` has ended; False if there is no such key."""
         if name not in self.holders:
             return False
         ended_pid, _ = os.waitpid(self.holders[name].pid, os.WNOHANG)
@@ -234,7 +235,7 @@ class Keeper:
         """Fork a process that creates the namespaces of a node and keeps them alive.
 
         Args:
-            name: Name of the node, which becomes its hostname.
+            name: Name of the node and its hostname.
             hosts: File that becomes /etc/hosts of the node.
             nsswitch: File that becomes /etc/nsswitch.conf of the node.
             sysctl: Kernel settings of the node's network: "net.ipv4..." -> value.
@@ -288,15 +289,14 @@ class Keeper:
             """Open a TAP device for each cluster, and return the function that delays frames.
 
             Each TAP device connects the delay line to the Ethernet bridge of a cluster, and has the
-            name clusters[i]["tap"]. hold() calls open_taps() in the forked process, which then runs
+            name clusters[i]["tap"]. hold() calls open_taps() in the forked process, and the process then runs
             the returned function.
             """
             namespaces.enter(switch_pid, ("net",))
             try:
                 taps = [delay_line.open_tap(cluster["tap"]) for cluster in clusters]
             except OSError as error:
-                # Only these settings of cluster.toml, which describe links between clusters, need
-                # a delay line.
+                # Only these settings of cluster.toml need a delay line: they describe links between clusters.
                 raise OSError(
                     f"uplinks and [[between]] need TUN/TAP: {delay_line.TUN_DEVICE}: {error.strerror}"
                     " (modprobe tun; in a container: --device /dev/net/tun)"
@@ -313,7 +313,7 @@ class Keeper:
         """Fork a job supervisor, the process that forks the ranks of one job (process/launch.py).
 
         Args:
-            job: Descriptor of the socket over which the caller and the job supervisor talk.
+            job: Descriptor of the socket between the caller and the job supervisor.
 
         Returns:
             An empty dict: the caller hears of the job over that socket.

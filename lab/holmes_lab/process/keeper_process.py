@@ -96,7 +96,7 @@ class KeeperProcess:
             pass  # the keeper has ended: _answer() raises an error with the reason
         answer = self._answer()
         # The request failed if there is an error without an exit status. With a status, "error" is
-        # the text that the program which was run (Keeper.do_tool) has written to stderr.
+        # the stderr of the program that Keeper.do_tool has run.
         if "error" in answer and "status" not in answer:
             raise HolmesError(f"lab: {answer['error']}")
         return answer

@@ -42,8 +42,8 @@ def serve_job(job: socket.socket, run_script: Script | None = None) -> Entry | N
     The function returns only in forked ranks, and only if there is `run_script`.
 
     Args:
-        job: Socket over which the messages that start ranks arrive.
-        run_script: Function run_script(argv, env) by which a forked rank runs its script in this Python.
+        job: Socket for the messages that start ranks.
+        run_script: Function run_script(argv, env) that runs the script of a forked rank in this Python.
             None: each rank executes its command, as a new program.
 
     Returns:

@@ -49,8 +49,8 @@ def processes_of_nodes(nodes: Sequence[LabNode], processes: int | None) -> list[
 
     Args:
         nodes: The nodes of the job.
-        processes: Value of --processes, for all nodes; None for the numbers in cluster.toml, which may
-            differ between clusters.
+        processes: Value of --processes, for all nodes; None for the numbers in cluster.toml (they may differ
+            between clusters).
 
     Raises:
         HolmesError: The number is not 1 or more.
@@ -72,8 +72,8 @@ def common_environment(
 ) -> tuple[dict[str, str], bool]:
     """Return the environment that all ranks share, and whether it has an emulated accelerator.
 
-    The emulated accelerator slows layers down to the speed of a given GPU. Its settings are in the
-    variable HOLMES_LAB_ACCELERATOR, which the environment of this process may have already.
+    The emulated accelerator slows layers down to the speed of a given GPU. Its settings are in the variable
+    HOLMES_LAB_ACCELERATOR. The environment of this process may have it already.
 
     Args:
         env: Variables in addition to those of this process.

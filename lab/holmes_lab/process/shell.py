@@ -23,7 +23,7 @@ from holmes_lab.network import namespaces
 
 @dataclass(frozen=True)
 class Host:
-    """Emulated node, or login host, of a running lab, on which a command can be started.
+    """Emulated node, or login host, of a running lab. Commands can be started on it.
 
     A host is a set of Linux namespaces. running_host() finds it by its name. run_on_host() starts a
     command in the namespaces of the process `holder`.
@@ -90,12 +90,13 @@ def _hosts(directory: Path) -> dict[str, Host]:
 def run_on_host(holder: int, argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Run a command in the namespaces of a process, and return its exit status.
 
-    The status is 128 + n after signal n. A forked child enters the namespaces and forks the
-    command, because only children enter a PID namespace. The child writes an error message into a
-    pipe. Without an error, the pipe is closed empty.
+    The status is 128 + n after signal n. This process forks a child. The child joins the
+    namespaces, and then forks again to start the command: a process cannot join a PID namespace
+    itself, only its later children are in it. If the command cannot be started, the child writes
+    the reason into a pipe to this process.
 
     Args:
-        holder: PID of the process that holds the namespaces.
+        holder: PID of a process in the namespaces.
         argv: The command.
         env: Environment of the command.
 

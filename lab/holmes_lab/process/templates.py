@@ -3,7 +3,7 @@
 A fork server (fork_server.py) is a Python that has imported the modules and forks ranks. It belongs
 to one lab, because it is in the lab's PID namespace. Its imports cost seconds of a core. A template
 has imported the modules outside of any lab. A lab that needs a fork server gets a fork of the
-template, which needs no imports:
+template, and the fork needs no imports:
 
     Templates --socket--> template --forks--> guard --forks--> fork server --> job supervisor --> ranks
     (this process)        (outside of all labs)                (in the lab's PID namespace)
@@ -58,7 +58,7 @@ class _Template:
 
 
 class Templates:
-    """Preloaded Python processes (templates) from which the labs of this process fork, to save their imports.
+    """Preloaded Python processes (templates): the labs of this process fork them, to save imports.
 
     The class is a context manager. The templates exist inside the `with` block, and all labs must
     end in it:
@@ -68,7 +68,7 @@ class Templates:
     """
 
     def __init__(self) -> None:
-        #: Python processes from which labs can fork, the least recently used one first.
+        #: Python processes that labs can fork, the least recently used process first.
         self._templates: dict[TemplateKey, _Template] = {}
         #: Templates that no lab can use any more. Their control sockets are closed, but they end
         #: only after the processes that they have forked. close() waits for them.
@@ -91,14 +91,14 @@ class Templates:
         that were used last are kept.
 
         Args:
-            key: What the fork server must have imported, and in which environment.
+            key: The modules that the fork server must have imported, and its environment.
             roots: Folders that contain the packages holmes_lab and holmes_ext, separated by colons.
             lab_init: PID of the init of the lab's PID namespace.
             log: File for the output of the fork server.
 
         Returns:
-            None if the lab is in another user namespace, which a template cannot enter, or if the
-            template was killed. The lab must then start a fork server by itself.
+            None if the lab is in another user namespace (a template cannot enter it), or if the template was
+            killed. The lab must then start a fork server by itself.
 
         Raises:
             HolmesError: The modules cannot be imported.
@@ -114,7 +114,7 @@ class Templates:
             self._retired.append(least_recent)
 
         def request_fork(descriptors: list[int]) -> None:
-            """Let the template fork a fork server, which gets a control socket and a log."""
+            """Let the template fork a fork server with a control socket and a log."""
             wire.send(template.control, {"init": lab_init}, descriptors)
 
         try:
@@ -124,9 +124,11 @@ class Templates:
             return None
 
     def close(self) -> None:
-        """End all templates (the Python processes that labs fork), and return when they are gone.
+        """End all templates, and return when their processes are gone.
 
-        A template ends only after the fork servers that it has forked, so all labs must have ended.
+        A template is a Python process outside of the labs that has imported modules. Its forks, the
+        fork servers, belong to labs. A template ends only after its fork servers, and a fork server
+        ends with its lab. So all labs must have ended before this call.
         """
         templates = [*self._templates.values(), *self._retired]
         self._templates.clear()
@@ -149,10 +151,10 @@ class Templates:
         started: list[subprocess.Popen[bytes]] = []
 
         def start_process(descriptors: list[int]) -> None:
-            """Start the template's Python process, and append it to `started`, a list of _start().
+            """Start the template's Python process, and append it to the list `started` of _start().
 
-            A template is a Python that imports modules once, and that labs fork.
-            fork_server.start() calls this function, and then waits for the end of the imports.
+            fork_server.start() calls this function with the two descriptors, and then waits until the
+            process has imported its modules.
 
             Args:
                 descriptors: The template's end of its control socket, and the file for its output.

@@ -41,7 +41,7 @@ def send(end: socket.socket, message: dict[str, Any], descriptors: Sequence[int]
 
 
 def receive(end: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """Return the next message and its file descriptors, which are close-on-exec.
+    """Return the next message and its file descriptors (close-on-exec).
 
     The message is None if the process at the other end has ended.
     """

@@ -2,8 +2,8 @@
 
 Python imports the module named `sitecustomize` when it starts. The lab puts the folder of this file
 first into PYTHONPATH of jobs with emulated hardware, so that Python finds this one. The user's
-environment may have a sitecustomize of its own, which Python then does not find. So this module
-runs it at its end.
+environment may have a sitecustomize of its own. Python then does not find it, so this module runs
+it at its end.
 """
 
 import importlib.machinery

@@ -1,10 +1,10 @@
-// Whether this NCCL computes what it should on emulated GPUs: a layout that differs between its host code and
-// the device side is silent otherwise. Run once for each build.
+// Checks the results of this NCCL on emulated GPUs: a layout that differs between its host code and the
+// device side would otherwise go unnoticed. Run once for each build.
 //
 //     nccl_check [RANKS]      default 3: two on one host (shared memory), the others on their own (network)
 //
 // Every collective with ring and tree, each protocol, types and sizes, against plain arithmetic. Inputs are
-// small integers, so that sums are exact in every type. Prints what is wrong; status 1. A rank that hangs is
+// small integers, so that sums are exact in every type. Prints wrong results; status 1. A rank that hangs is
 // killed: status 1.
 
 #include <pthread.h>

@@ -141,7 +141,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned, unsigned
   return cuLaunchKernelEx(&config, function, parameters, extra);
 }
 
-// What libcaffe2_nvrtc links and calls only for code that was compiled for a device.
+// Functions that libcaffe2_nvrtc links, and calls only for code that was compiled for a device.
 #define REFUSED(call) \
   CUresult call() { return CUDA_ERROR_NOT_SUPPORTED; }
 REFUSED(cuFuncGetAttribute)
@@ -160,7 +160,8 @@ REFUSED(cuOccupancyMaxActiveBlocksPerMultiprocessor)
 REFUSED(cuTensorMapEncodeTiled)
 }
 
-// What torch looks up, all or none, before it tells that memory is out. No emulated GPU has virtual memory.
+// Functions that torch looks up, all or none, before it reports that memory is exhausted. No emulated GPU has
+// virtual memory.
 #define NO_VIRTUAL_MEMORY(call)                     \
   extern "C" CUresult egpu_##call() __asm__(#call); \
   extern "C" CUresult egpu_##call() { return CUDA_ERROR_NOT_SUPPORTED; }

@@ -1,5 +1,6 @@
-// libnvidia-ml.so.1: what NCCL and torch ask the management library. It knows all GPUs of the node, whatever
-// CUDA_VISIBLE_DEVICES shows, and starts nothing of the runtime: who only counts GPUs may fork afterwards.
+// libnvidia-ml.so.1: the functions of the management library that NCCL and torch call. It has all GPUs of the
+// node, whatever CUDA_VISIBLE_DEVICES shows. It does not start the runtime: a process that has only counted
+// GPUs may fork.
 
 #include <stdio.h>
 #include <string.h>
@@ -100,7 +101,7 @@ int nvmlDeviceGetCudaComputeCapability(Device, int* major, int* minor) {
   return kSuccess;
 }
 
-// What this process uses of it.
+// Memory of the device, as this process sees it.
 int nvmlDeviceGetMemoryInfo(Device device, unsigned long long* total_free_used) {
   size_t free, total;
   free = total = static_cast<size_t>(egpuSetting("MEMORY_MB", EGPU_MEMORY_MB)) << 20;

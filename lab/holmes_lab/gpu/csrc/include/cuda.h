@@ -1,6 +1,7 @@
-// The part of CUDA's driver API that somebody asks of the emulated GPU: own declarations of its public
-// interface (names, values and layouts as in NVIDIA's "CUDA Driver API" reference). What is declared and not
-// emulated is for NCCL's host code to compile: cuda.cc does not have it, so that NCCL finds it missing.
+// The part of CUDA's driver API that programs use on emulated GPUs: own declarations of its public
+// interface (names, values and layouts as in NVIDIA's "CUDA Driver API" reference). Some functions are
+// declared and not emulated, so that NCCL's host code compiles: cuda.cc does not have them, and NCCL finds
+// them missing.
 #pragma once
 
 #include "cuda_runtime_api.h"

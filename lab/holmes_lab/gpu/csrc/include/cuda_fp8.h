@@ -23,7 +23,7 @@ static inline float egpu_fp8_to_float(__nv_fp8_storage_t bits, __nv_fp8_interpre
          std::ldexp(static_cast<float>(mantissa | 1 << mantissa_bits), exponent - bias - mantissa_bits);
 }
 
-// To the nearest, ties to even; what is too large becomes the greatest finite value.
+// To the nearest, ties to even; a value that is too large becomes the greatest finite value.
 static inline __nv_fp8_storage_t __nv_cvt_float_to_fp8(float value, __nv_saturation_t,
                                                        __nv_fp8_interpretation_t kind) {
   int mantissa_bits = kind == __NV_E4M3 ? 3 : 2, bias = kind == __NV_E4M3 ? 7 : 15;

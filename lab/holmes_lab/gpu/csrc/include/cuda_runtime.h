@@ -1,5 +1,5 @@
-// What NCCL's host code takes from cuda_runtime.h besides the API: vector types, and a launch by a function's
-// address.
+// Declarations that NCCL's host code needs from cuda_runtime.h besides the API: vector types, and a launch by
+// a function's address.
 #pragma once
 
 #include <assert.h>

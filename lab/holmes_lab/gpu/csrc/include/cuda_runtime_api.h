@@ -58,7 +58,7 @@ typedef enum cudaError {
   cudaErrorUnknown = 999
 } cudaError_t;
 
-// Handles. They point to what the runtime keeps; the driver's names for them are the same (cuda.h).
+// Handles. They point to objects of the runtime; the driver's names for them are the same (cuda.h).
 typedef struct CUstream_st* cudaStream_t;
 typedef struct CUevent_st* cudaEvent_t;
 typedef struct CUfunc_st* cudaFunction_t;
@@ -131,7 +131,7 @@ typedef struct CUuuid_st {
   char bytes[16];
 } cudaUUID_t;
 
-// The members that somebody here reads or sets, at their places.
+// The members that this code reads or sets, at their offsets.
 #define EGPU_JOIN2(a, b) a##b
 #define EGPU_JOIN(a, b) EGPU_JOIN2(a, b)
 #define EGPU_AT(offset, member)                \
@@ -206,7 +206,7 @@ struct cudaDeviceProp {
 };
 #undef EGPU_AT
 
-// What somebody here asks for; the values are the driver's too (CUdevice_attribute).
+// Attributes that this code queries; the values are also the driver's (CUdevice_attribute).
 enum cudaDeviceAttr {
   cudaDevAttrMaxThreadsPerBlock = 1,
   cudaDevAttrMaxGridDimX = 5,

@@ -1,10 +1,10 @@
-// Tells the lab of each communicator when it is made, as a line of JSON in
+// Reports each new communicator to the lab, as a line of JSON in
 // HOLMES_GPU_WATCH/rank<N>.communicators:
 //     {"communicator", "rank", "ranks", "group", "network", "self", "members": [...]}
 // self and members: processes, by the hashes that NCCL knows them by. When a better name for its group is
-// known later, another line tells it:
+// known later, another line reports it:
 //     {"communicator", "group"}
-// And describes launches for a job that hangs.
+// Also describes launches, for the report of a job that hangs.
 //
 // The name of a group comes from one of these:
 //     NCCL's config.commName      set by the program, or by torch's ProcessGroupNCCL2: torch's name of the group
@@ -32,7 +32,7 @@
 #include "transport.h"
 #include "utils.h"
 
-// Linked by --wrap: these are NCCL's own functions of these names, and what is called in their place.
+// Linked by --wrap: NCCL's own functions of these names (__real_), and their replacements (__wrap_).
 #define WRAPPED(result, alias, mangled, ...)                   \
   result real_##alias(__VA_ARGS__) __asm__("__real_" mangled); \
   result alias(__VA_ARGS__) __asm__("__wrap_" mangled);
@@ -64,7 +64,7 @@ std::map<uint64_t, std::string>& names() {  // of communicators' groups, by the 
 // A communicator whose name may be one that torch gave its group: "3", or a hash.
 struct Undescribed {
   std::string name;
-  int launches_left;  // after which torch is not asked for a description any more
+  int launches_left;  // torch is asked for a description at so many further launches
 };
 constexpr int kLaunchesToAsk = 256;
 std::map<uint64_t, Undescribed>& undescribed() {  // by the communicator's hash
@@ -144,7 +144,7 @@ void tell(const ncclComm* comm) {
       comm->ncclNet ? comm->ncclNet->name : "", process(comm->rank).c_str(), members.c_str()));
 }
 
-constexpr size_t kShown = 200;  // characters of what a kernel does
+constexpr size_t kShown = 200;  // characters of a kernel's description
 
 std::string work_of(ncclKernelPlan* plan) {
   std::string what;
@@ -162,8 +162,8 @@ std::string work_of(ncclKernelPlan* plan) {
   return what;
 }
 
-// The how-many-th launch of a communicator this is among those with collectives, which all ranks must launch
-// alike; -1: it only sends and receives.
+// Number of this launch among the communicator's launches with collectives (all ranks must launch these in
+// the same order); -1: the launch only sends and receives.
 long long collective_number(const ncclComm* comm, ncclKernelPlan* plan) {
   static std::mutex mutex;
   static auto* counts = new std::map<uint64_t, long long>;
@@ -172,7 +172,7 @@ long long collective_number(const ncclComm* comm, ncclKernelPlan* plan) {
   return (*counts)[comm->commHash]++;
 }
 
-// What a plan reads and writes, for the search for missing waits.
+// Memory that a plan reads and writes, for the search for missing waits.
 void describe_accesses(const ncclComm* comm, ncclKernelPlan* plan) {
   std::vector<egpuAccess> accesses;
   for (auto* task = ncclIntruQueueHead(&plan->collTaskQueue); task; task = task->next) {

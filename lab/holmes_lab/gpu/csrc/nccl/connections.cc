@@ -61,7 +61,7 @@ void Connections::send_to(int peer, int connection) {
   send_[sends_++] = {peer, info, whole_chunks(info->step, slices_ * steps_), nullptr};
 }
 
-// As NCCL's genericOp cuts a chunk: what both sides and the proxies count are its slices.
+// Slices of a chunk, as in NCCL's genericOp: both sides and the proxies count slices.
 void Connections::move(bool receive, bool send, const void* from, bool own_input, void* to, size_t count,
                        bool last) {
   size_t size = reduction_.size(), whole = step_size_ * steps_, offset = 0;
@@ -134,8 +134,8 @@ static char* slot_of(const ncclConnInfo& info, int protocol, uint64_t step, size
 
 bool Connections::await_data(Link& link) {
   const ncclConnInfo& info = *link.info;
-  // The lines of LL128 are two of the host's cache lines: what a socket's copy wrote of them may be seen in
-  // any order.
+  // The lines of LL128 are two of the host's cache lines: the bytes that a socket's copy wrote may become
+  // visible in any order.
   bool by_tail = protocol_ == NCCL_PROTO_SIMPLE || (protocol_ == NCCL_PROTO_LL128 && info.connFifo);
   if (by_tail && !wait(link, "recv", [&] { return load(info.tail) >= link.step + steps_; })) return false;
   size_t slot =

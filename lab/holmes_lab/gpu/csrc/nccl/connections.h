@@ -1,4 +1,4 @@
-// The connections of one rank to its peers in a channel, through which Primitives move data.
+// The connections of one rank to its peers in a channel. Primitives move data over them.
 #pragma once
 
 #include <stddef.h>

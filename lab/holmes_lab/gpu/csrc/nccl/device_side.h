@@ -1,12 +1,12 @@
-// Stands before NCCL's own algorithms (src/device/all_reduce.h, ...), which are compiled for the host as they
-// are: the words of CUDA C++ that they use, the state of a block, and Primitives, through which they move
-// data.
+// Included before NCCL's own algorithms (src/device/all_reduce.h, ...), so that they can be compiled
+// unchanged for the host. It defines the words of CUDA C++ that they use, the state of a block, and
+// Primitives, the class that moves data for them.
 //
 //     all_reduce.h:  prims.directRecvReduceDirectSend(offset, offset, nelem)   NCCL's, of the checkout
 //     Primitives     which peers, which buffers, how many bytes                here, a template for each use
 //     Connections    slices, steps, flags and credits of Simple, LL, LL128     connections.cc
 //
-// One host thread does what a group of a block's threads does. It is the group's first thread (tid 0).
+// One host thread does the work of a group of a block's threads. It is the group's first thread (tid 0).
 #pragma once
 
 // NCCL's own versions of these headers are for nvcc.
@@ -41,7 +41,7 @@ struct Index {
   int x = 0, y = 0, z = 0;
 };
 
-// What NCCL's kernels keep in shared memory, as far as the algorithms name it.
+// Content of the shared memory of NCCL's kernels, as far as the algorithms use it.
 struct Shared {
   int channelId = 0, nWorks = 0, workSize = 0;
   KernelComm comm;
@@ -83,7 +83,8 @@ struct FuncSum {
   using EltType = T;
 };
 
-// Copies of the algorithms that move data past Primitives: only with registered buffers, which are off.
+// Copies of the algorithms that move data without Primitives. They occur only with registered buffers, and
+// these are off.
 template <int Unroll, typename RedOp, typename T, int... Counts, typename... Arguments>
 void reduceCopy(Arguments...) {
   egpuFail(ncclShmem.kernel,
@@ -142,7 +143,7 @@ class Primitives {
  public:
   int index = 0;
 
-  // What comes after sendIndex is the work, of which only step_size (in elements) matters here: registered
+  // The arguments after sendIndex describe the work. Only step_size (in elements) matters here: registered
   // buffers are off (NCCL_LOCAL_REGISTER=0, NCCL_GRAPH_REGISTER=0).
   template <typename Collective = void*, typename PointToPoint = void*>
   Primitives(int, int, const int* recv_peers, const int* send_peers, const void* in, void* out, uint64_t,

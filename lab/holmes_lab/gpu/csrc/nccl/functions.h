@@ -1,4 +1,5 @@
-// What each function of NCCL's device code does, by its number: a table that generate.py makes of NCCL's own.
+// Collective, reduction, type, algorithm and protocol of each function of NCCL's device code, by its number:
+// a table that generate.py makes from NCCL's table.
 #pragma once
 
 #include "device.h"

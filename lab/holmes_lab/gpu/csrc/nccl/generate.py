@@ -90,7 +90,7 @@ def functions(table: str) -> list[str]:
 
 
 def run_nccl_generator(folder: Path, out: Path) -> None:
-    """Run the script generate.py in a folder of NCCL's source, which writes into the folder `out`."""
+    """Run the script generate.py in a folder of NCCL's source; it writes into the folder `out`."""
     subprocess.run(
         [sys.executable, "generate.py", str(out)],
         cwd=folder,
@@ -112,7 +112,7 @@ def main(source: Path, out: Path) -> None:
     """
     (out / "symmetric").mkdir(parents=True, exist_ok=True)
     run_nccl_generator(source / "device", out / "device")
-    # What stays in device/ is CUDA code (.cu), which is not compiled.
+    # The rest of device/ is CUDA code (.cu), and is not compiled.
     host_table = out / "host_table.cc"
     (out / "device" / "host_table.cc").rename(host_table)
     run_nccl_generator(source / "device/symmetric", out / "symmetric")

@@ -1,4 +1,5 @@
-// The kernels that NCCL's host code launches by their symbols, and what it links from its device objects.
+// The kernels that NCCL's host code launches by their symbols, and the other symbols that it links from its
+// device objects.
 
 #include <cstring>
 
@@ -14,7 +15,7 @@
 #endif
 
 // Each symbol is registered when the library is loaded. The symmetric kernels need memory that several GPUs
-// map (cuMem), which no emulated GPU has: NCCL does not launch them.
+// map (cuMem). No emulated GPU has it, so NCCL does not launch them.
 #define KERNEL(name, arguments) \
   void name(arguments const) {}
 #include "kernels.inc"

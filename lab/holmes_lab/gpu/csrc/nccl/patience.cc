@@ -1,6 +1,6 @@
-// NCCL's host threads ask again and again, sockets and each other. Linked by --wrap around what they ask:
-// they nap once in a round of questions (runtime/patience.cc), which ends with a yield or comes back to the
-// same socket, until they have all that they asked for.
+// NCCL's host threads poll sockets and each other. The polled functions are wrapped by the linker's --wrap: a
+// thread naps once in each round of polls (runtime/patience.cc) until it has all results. A round ends with a
+// yield, or with the next poll of the same socket.
 
 #include <errno.h>
 #include <sched.h>
@@ -12,7 +12,7 @@ namespace {
 
 thread_local int asked_before = -1;  // a socket
 
-// What the call on the socket returned. done: nothing is left to ask for.
+// Takes the result of the call on the socket. done: nothing is left to poll for.
 template <typename Result>
 Result tried(int socket, Result result, bool done) {
   if (done) {

@@ -10,8 +10,8 @@ namespace device_side {
 enum class Op { kNone, kSum, kProd, kMinMax, kPreMulSum, kSumPostDiv };
 enum class Type { kI8, kU8, kI32, kU32, kI64, kU64, kF16, kF32, kF64, kBF16, kF8E4M3, kF8E5M2 };
 
-// argument: what NCCL's host code encodes for the operation (hostToDevRedOp in enqueue.cc): the factor of
-// kPreMulSum in the data's type, 2 x the divisor (+ 1 if signed) of kSumPostDiv, for kMinMax a mask
+// argument: the number that NCCL's host code encodes for the operation (hostToDevRedOp in enqueue.cc): the
+// factor of kPreMulSum in the data's type, 2 x the divisor (+ 1 if signed) of kSumPostDiv, for kMinMax a mask
 // (integers) or whether it is max.
 struct Reduction {
   Op op = Op::kNone;

@@ -12,8 +12,8 @@ namespace device_side {
 // Runs all at the same time, the last one on this thread; returns when all are done.
 void run_together(std::vector<std::function<void()>> tasks);
 
-// Waits for what another process or thread writes: at first awake, then in naps (runtime/patience.cc). After
-// a while it says what it waits for, for the report of a job that hangs.
+// Waits for a value that another process or thread writes: at first awake, then in naps
+// (runtime/patience.cc). After a while it records the target of the wait, for the report of a job that hangs.
 class Waiting {
  public:
   // abort: NCCL's flag of the communicator; describe: JSON members.

@@ -17,7 +17,7 @@ struct Request {
   Connection* connection = nullptr;
   char* data = nullptr;
   uint64_t size = 0, moved = 0;  // moved: bytes, its header's 8 included
-  uint64_t header = 0;           // what stands on the wire before it: its size
+  uint64_t header = 0;           // sent before the message: its size
   bool done = false;
 };
 
@@ -27,7 +27,7 @@ struct Connection {
   explicit Connection(int socket, bool sends);
   ~Connection();
   Request* post(void* data, size_t size);
-  State progress();  // moves what can be moved now; kFailed: the peer is gone, or does not answer any more
+  State progress();  // moves the data that can be moved now; kFailed: the peer has ended or is silent
   int error = 0;     // errno
 
  private:

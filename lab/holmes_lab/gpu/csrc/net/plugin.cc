@@ -24,7 +24,7 @@ ncclDebugLogger_t log_line;
 
 #define TELL(level, ...) log_line(level, NCCL_NET, __FILE__, __LINE__, __VA_ARGS__)
 
-// What a listener gives its peer, and what the peer keeps in it while it connects.
+// Handle that a listener gives its peer. The peer also keeps its state in it while it connects.
 struct Handle {
   sockaddr_in address;
   int socket_plus_1;

@@ -1,5 +1,5 @@
-// Attention. CUDA's fused operators (flash, memory-efficient) compute what the CPU computes for the same
-// call: its own flash kernel where it would take that, else plain matrix products.
+// Attention. CUDA's fused operators (flash, memory-efficient) are computed as the CPU computes the same call:
+// by its flash kernel where torch would choose that, else by plain matrix products.
 //
 // query [batch, heads, queries, width]; key, value [batch, heads or a divisor of them, keys, width]. With
 // dropout the operators give the generator's seed and offset to their backward, in `philox_seed` and
@@ -19,8 +19,8 @@ using at::Tensor;
 
 namespace {
 
-// Whether the CPU would take its flash kernel: torch's own conditions, as in its sdp_utils_cpp.cpp, but for
-// the backends that the program allows, which it means for CUDA (and may have changed before this kernel
+// Whether the CPU would take its flash kernel: torch's own conditions, as in its sdp_utils_cpp.cpp, without
+// the backends that the program allows: these are meant for CUDA (and may have changed before this kernel
 // runs).
 bool takes_flash(const Attention& call, const Tensor& query, const Tensor& key, const Tensor& value) {
   bool grouped = query.size(1) != key.size(1);

@@ -17,7 +17,7 @@ namespace operators {
 
 namespace {
 
-// What the worker thread needs of a call. All tensors in it are CPU tensors over memory that they do not own.
+// Data of a call for the worker thread. All tensors in it are CPU tensors over memory that they do not own.
 struct Launch {
   const Operator* op = nullptr;
   Stack stack;  // arguments; of op->out with the outputs behind them
@@ -114,8 +114,8 @@ at::Tensor new_output(const Look& output, c10::Device device) {
   return made;
 }
 
-// What a call reads and writes, for the search for missing waits. Of tensors with holes nothing: their other
-// elements may be another stream's.
+// Memory that a call reads and writes, for the search for missing waits. Tensors with holes are left out: the
+// elements between may belong to another stream.
 void describe_accesses(const Operator& op, const Stack& stack, size_t begin,
                        const std::vector<at::Tensor>& fresh) {
   c10::SmallVector<egpuAccess, 16> accesses;

@@ -1,5 +1,5 @@
 // Copies. Within a device they are operators like others; between devices, and from and to the host, torch's
-// own copy does what it does on a GPU (pinned memory, streams, what waits), which comes to cudaMemcpyAsync.
+// own copy works as on a GPU (pinned memory, streams, waits), and ends in cudaMemcpyAsync.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_copy_native.h>

@@ -25,8 +25,8 @@ double matrix_flops(const std::string& name, const Stack& stack, size_t begin) {
   return 0;
 }
 
-// query [batch, heads, queries, width] (scaled_dot_product), [batch, queries, heads, width], or packed sequences
-// (packed_attention.cc), which count as if all were equally long. A causal mask saves nothing.
+// query [batch, heads, queries, width] (scaled_dot_product), [batch, queries, heads, width], or packed
+// sequences (packed_attention.cc). These count as if all were equally long. A causal mask saves nothing.
 double attention_flops(const c10::FunctionSchema& schema, const Stack& stack, size_t begin) {
   auto tensor = [&](const char* name) {
     auto index = schema.argumentIndexWithName(name);

@@ -1,4 +1,4 @@
-// cuDNN's operators that torch calls by name: what the CPU has for the same.
+// cuDNN's operators that torch calls by name, by the CPU's operators for the same.
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-// What torch knows of its process groups, for csrc/nccl.
+// Names and descriptions of torch's process groups, for csrc/nccl.
 
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -10,7 +10,7 @@
 
 namespace {
 
-// torch's description of a group to which its maker gave none.
+// torch's description of a group that was created without one.
 const char* const kNoDescription = "undefined";
 
 }  // namespace

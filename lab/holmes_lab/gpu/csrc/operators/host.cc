@@ -1,6 +1,6 @@
-// The threads on which CPU kernels run: with no autograd and no modes, with the gradient mode of whoever
-// called (the CPU's LSTM takes another path where gradients are on), and with as many threads inside an
-// operator as torch's main thread has.
+// State of the threads that run CPU kernels: without autograd and modes, with the gradient mode of the caller
+// (the CPU's LSTM takes another path if gradients are on), and with as many threads inside an operator as
+// torch's main thread has.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>

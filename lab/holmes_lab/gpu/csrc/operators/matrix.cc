@@ -1,4 +1,4 @@
-// Matrix products whose result has a type of its own, which the CPU has no kernels for.
+// Matrix products whose result has another type than the factors. The CPU has no kernels for these.
 
 #include <ATen/ATen.h>
 

@@ -1,5 +1,5 @@
-// What a call's arguments look like, as a key: sizes, strides and types of tensors, and all other values but
-// those of scalars that only enter the arithmetic.
+// Description of a call's arguments, as a key: sizes, strides and types of tensors, and all other values
+// except scalars that only enter the arithmetic.
 
 #include <ATen/core/Tensor.h>
 

@@ -1,5 +1,6 @@
-// Nested tensors of the strided layout: the CPU's kernels put them together from operators of their parts,
-// which are CUDA's where the parts are. (Jagged ones are Python, and need nothing.)
+// Nested tensors of the strided layout: the CPU's kernels compose them from operators of their parts. On
+// parts in device memory, these are the CUDA operators. (Jagged nested tensors are implemented in Python, and
+// need nothing here.)
 
 #include "own.h"
 

@@ -4,20 +4,20 @@
 //     -----------                                          --------------------------
 //     dispatcher, CUDA key
 //       call.cc       Operator::call
-//       metadata.cc     what the arguments look like (a key)
-//       prediction.cc   what the outputs look like: by the operator's Meta kernel, or by one run of its
+//       metadata.cc     description of the arguments (a key)
+//       prediction.cc   description of the outputs: by the operator's Meta kernel, or by one run of its
 //                       CPU kernel on scratch memory; kept by key
 //                       outputs from torch's caching allocator
 //       tensors.cc      CPU tensors over the same memory
 //                       egpuLaunch ------------------------>  call.cc  run_launch: the CPU kernel on these
 //     goes on                                                 an exception becomes the device's error
 //
-// What is launched owns no device memory: the allocator reuses it as on a GPU. Operators whose result the
-// host must know (values.cc: nonzero, unique, equal ...) wait for their stream, as CUDA's do, and run on the
-// host thread.
+// Launched work owns no device memory: the allocator reuses that memory as on a GPU. Operators whose result
+// the host must know (values.cc: nonzero, unique, equal ...) wait for their stream, as CUDA's do, and run on
+// the host thread.
 //
-//     register.cc   walks the dispatcher: which operator gets which kernel
-//     host.cc       what CPU kernels find on the threads that run them
+//     register.cc   registers the kernels of all operators with torch's dispatcher
+//     host.cc       state of the threads that run CPU kernels
 //     random.cc     seed and offset of the CUDA generator -> a CPU generator
 //     cost.cc       FLOPs and bytes of a call, for the emulated clock
 //     own.h         operators by hand: copy, attention, recurrent, normalization, matrix, cudnn ...
@@ -39,7 +39,7 @@ namespace operators {
 
 using torch::jit::Stack;
 
-// A call's arguments as numbers: all that decides what its outputs look like.
+// A call's arguments as numbers: all values that the description of its outputs depends on.
 using Key = c10::SmallVector<int64_t, 64>;
 struct KeyHash {
   size_t operator()(const Key& key) const;
@@ -53,17 +53,17 @@ struct Parameter {
 constexpr int kNew = -1;               // a return that is no argument
 constexpr int kOne = -1, kValue = -2;  // a new return that is one tensor; that is a number
 
-// What a call with some key does.
+// Outputs of the calls with some key.
 struct Prediction {
   std::vector<Look> outputs;            // all new tensors, lists flattened
   std::vector<int> lengths;             // for each new return: of its list; kOne or kValue
   std::vector<c10::IValue> values;      // of returns that are no tensors
-  std::vector<c10::DimVector> resized;  // out= variants: the sizes of what is written
+  std::vector<c10::DimVector> resized;  // out= variants: the sizes of the written tensors
   double flops = 0, bytes = 0;
 };
 using PredictionPointer = std::shared_ptr<const Prediction>;
 
-// Of random numbers: what a call took from the CUDA generator.
+// Seed and offset that a call took from the CUDA generator, for its random numbers.
 struct Seed {
   uint64_t seed = 0, offset = 0;
 };
@@ -83,14 +83,14 @@ class Operator : public c10::OperatorKernel {
   const c10::OperatorHandle handle;
   const std::string name;  // aten::add.Tensor
   std::vector<Parameter> parameters;
-  std::vector<int> returns;                  // for each: which argument it is, or kNew
-  int generator = -1;                        // which parameter it is
+  std::vector<int> returns;                  // for each: the index of the argument that is returned, or kNew
+  int generator = -1;                        // index of the parameter with the generator
   bool random = false;                       // takes a seed
   bool out_variant = false;                  // written arguments may be resized
   bool reads_values = false;                 // the host must know the result
   bool scalar_values_count = false;          // outputs depend on the values of scalars and floats (arange)
   bool host_tensors = false;                 // takes CPU tensors besides CUDA tensors (indices)
-  std::unique_ptr<c10::OperatorHandle> out;  // writes into given tensors what `handle` returns
+  std::unique_ptr<c10::OperatorHandle> out;  // writes the results of `handle` into given tensors
   const OwnKernel* own = nullptr;            // runs in place of the CPU kernel
   const MetaKernel* meta = nullptr;          // torch's, in C++
   c10::DispatchKey host_key = c10::DispatchKey::CPU;

@@ -7,7 +7,7 @@
 
 namespace operators {
 
-// What runs in place of a CPU kernel, on CPU tensors.
+// Function that runs in place of a CPU kernel, on CPU tensors.
 struct OwnKernel {
   std::string name;  // without aten::
   c10::KernelFunction kernel;

@@ -1,9 +1,9 @@
-// What a call's outputs look like, found out on the host without the values of its tensors.
+// Description of a call's outputs, computed on the host without the values of its tensors.
 //
 //     structured operators   torch's own Meta kernel (C++)
 //     all others             one run of the CPU kernel on scratch memory: zeros; ones where those are refused
 //
-// The answer is kept, by what the arguments look like.
+// The result is kept under the description of the arguments.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -66,7 +66,7 @@ at::Tensor on_scratch(const at::Tensor& tensor, Fill fill) {
   return tensor_over(std::move(storage), like);
 }
 
-// Takes the results from the top of `results` and the sizes of what was written from `written`.
+// Takes the results from the top of `results`, and the sizes of written tensors from `written`.
 Prediction read(const Operator& op, const Stack& results, const Stack& arguments) {
   Prediction prediction;
   size_t first = results.size() - op.returns.size();
@@ -114,7 +114,7 @@ Prediction by_meta(const Operator& op, const Stack& stack, size_t begin) {
   return read(op, results, arguments);
 }
 
-// Throws what the CPU kernel throws on these values.
+// Throws the exception that the CPU kernel throws on these values.
 Prediction by_scratch(const Operator& op, const Stack& stack, size_t begin, Fill fill) {
   HostKernels guard;
   StandIns stand_ins;

@@ -12,7 +12,7 @@ namespace operators {
 
 namespace {
 
-constexpr uint64_t kStep = 4;  // what one operator takes; offsets are multiples of 4
+constexpr uint64_t kStep = 4;  // offset that one operator takes; offsets are multiples of 4
 
 uint64_t mixed(uint64_t* state) {  // splitmix64 (Steele, Lea, Flood 2014)
   uint64_t word = *state += 0x9e3779b97f4a7c15ull;
@@ -68,7 +68,7 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
   return dropped(input, p, generator_of(seed_of_call()));
 }
 
-// p: here what is kept.
+// p: here the share that is kept.
 std::tuple<at::Tensor, at::Tensor> fused_dropout(const at::Tensor& input, double p,
                                                  std::optional<at::Generator>) {
   auto [output, mask] = dropped(input, 1 - p, generator_of(seed_of_call()));

@@ -1,9 +1,9 @@
 // Recurrent networks. torch.lstm, gru and rnn take cuDNN's operator here whatever torch.backends.cudnn says,
 // and the CPU's own lstm, gru or rnn runs in it, so the numbers are the CPU's. Its backward runs the network
-// again, with gradients. What torch calls for one cell (LSTMCell, GRUCell) is written out.
+// again, with gradients. The operators for one cell (LSTMCell, GRUCell) are written out.
 //
 //     lstm.input ... (NetworkCall)  ->  _cudnn_rnn (cudnn_rnn)  ->  the CPU's lstm (run_layers)
-//     reserve   what forward hands to backward: the generator's seed and offset (dropout)
+//     reserve   passed from forward to backward: the generator's seed and offset (dropout)
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
@@ -21,7 +21,7 @@ using OptionalTensor = std::optional<Tensor>;
 
 enum Mode : int64_t { kRelu = 0, kTanh = 1, kLstm = 2, kGru = 3 };  // cuDNN's numbers
 
-// While it lives, operators on this thread record what gradients need.
+// While an object of this class exists, operators on this thread record the data for gradients.
 class WithGradients {
  public:
   WithGradients() : before_(c10::impl::tls_local_dispatch_key_set()), enabled_(c10::GradMode::is_enabled()) {
@@ -202,8 +202,8 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const OptionalTensor& grad
   return {gates, grad_c * forget, has_bias ? gates.sum(0) : Tensor()};
 }
 
-// workspace: reset, update and new gate, the old state, and what the reset gate multiplies, [batch, 5 x
-// hidden].
+// workspace: reset, update and new gate, the old state, and the values that the reset gate multiplies,
+// [batch, 5 x hidden].
 std::tuple<Tensor, Tensor> gru_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hx,
                                     const OptionalTensor& input_bias, const OptionalTensor& hidden_bias) {
   auto in = with_bias(input_gates, input_bias).chunk(3, 1),
@@ -284,7 +284,7 @@ class NetworkCall : public Operator {
   const bool packed_;
 };
 
-// One buffer for all weights, as cuDNN wants it: what the caller keeps becomes views of it.
+// One buffer for all weights, as cuDNN requires: the caller's weights become views of it.
 class FlattenWeights : public Operator {
  public:
   using Operator::Operator;

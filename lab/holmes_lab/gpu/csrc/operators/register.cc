@@ -1,4 +1,4 @@
-// Which operator gets which kernel on the CUDA key.
+// Registration of a kernel on the CUDA key for each operator.
 
 #include <c10/util/Exception.h>
 #include <torch/library.h>
@@ -33,7 +33,7 @@ const std::set<std::string> kTorchsOwn = {
     "_nested_compute_contiguous_strides_offsets",
 };
 
-// They have no kernel on the CUDA key, but what they call has, or takes the device from a table of its own.
+// They have no kernel on the CUDA key, but the functions that they call have one, or a table by device.
 const std::set<std::string> kBesides = {"convolution", "convolution_backward", "copy_"};
 
 // They read values on a GPU too, though no tag says so.
@@ -68,8 +68,8 @@ bool view(const c10::FunctionSchema& schema) {
   return false;
 }
 
-// The overload that writes into given tensors what `handle` returns, where the CPU has a kernel of its own
-// for it.
+// The overload that writes the results of `handle` into given tensors, if the CPU has a separate kernel for
+// it.
 std::unique_ptr<c10::OperatorHandle> out_overload(const c10::OperatorHandle& handle) {
   const c10::FunctionSchema& schema = handle.schema();
   for (const c10::Argument& argument : schema.arguments()) {
@@ -170,7 +170,7 @@ Operator::Operator(const c10::OperatorHandle& handle)
   random = generator >= 0 || (this->own && this->own->random);
   meta = meta_kernel(name);
   if (meta && !this->own && !kOutputForMore.count(own))
-    out = out_overload(handle);  // others use `out` for what is not the result yet
+    out = out_overload(handle);  // others use `out` for intermediate values
 }
 
 void install() {
@@ -208,7 +208,7 @@ extern "C" {
 // While torch is being imported: before its Python part replaces Meta kernels.
 void egpuOperatorsPrepare() { operators::remember_meta_kernels(); }
 
-// Once torch is imported. Returns "" or what went wrong.
+// Called when torch is imported. Returns "" or an error message.
 const char* egpuOperatorsInstall() {
   static std::string problem;
   try {

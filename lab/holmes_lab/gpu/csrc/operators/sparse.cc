@@ -1,5 +1,5 @@
 // Sparse tensors: their operators that have CUDA kernels of their own wait for the stream and run on the
-// host, because the number of elements of what they return is a value.
+// host, because the number of elements of their results depends on values.
 
 #include <ATen/ATen.h>
 #include <ATen/SparseCsrTensorImpl.h>
@@ -74,7 +74,7 @@ class Sparse : public Operator {
   }
 };
 
-// What torch has CUDA kernels for; the others work on a sparse tensor's parts.
+// Operators with CUDA kernels in torch; the others work on a sparse tensor's parts.
 const char* const kCoordinates[] = {
     "_coalesce",
     "add.out",

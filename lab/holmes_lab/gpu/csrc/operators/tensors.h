@@ -9,7 +9,7 @@
 
 namespace operators {
 
-// What one tensor looks like.
+// Description of a tensor: sizes, strides and type.
 struct Look {
   bool defined = false;
   c10::ScalarType dtype = c10::ScalarType::Float;
@@ -37,7 +37,7 @@ c10::IValue with_tensors(const c10::IValue& value, c10::function_ref<at::Tensor(
 // Calls visit for each tensor in the value, defined or not.
 void each_tensor(const c10::IValue& value, c10::function_ref<void(const at::Tensor&)> visit);
 
-// A new tensor of a device with what a CPU tensor holds; only while nothing runs on the current stream.
+// A new tensor of a device with the content of a CPU tensor; only while nothing runs on the current stream.
 at::Tensor on_device(const at::Tensor& host, c10::Device device);
 
 // sparse.cc. Sparse tensors; their parts are aliases on the host, new tensors on the device.

@@ -1,4 +1,5 @@
-// What the parts of the runtime share: the calling thread's device and errors, handles, addresses.
+// Declarations that the files of the runtime share: the calling thread's device and errors, handles,
+// addresses.
 #pragma once
 
 #include <string>
@@ -21,18 +22,17 @@ namespace gpu {
 int device_count();
 int current_device();
 
-// The stream of a handle, which may be one of the default streams of the current device. nullptr: not a
-// stream.
+// The stream of a handle, or of a default stream of the current device. nullptr: not a stream.
 StreamPointer stream_of(cudaStream_t handle);
 
-// Sets what cudaGetLastError returns, and returns it. Where nothing is wrong it returns an earlier failure of
-// the device.
+// Sets the result of cudaGetLastError, and returns it. For a success, it returns an earlier failure of the
+// device.
 cudaError_t result(cudaError_t error);
 
 // An error whose cudaGetErrorString is this message; it is printed once, too.
 cudaError_t refuse(cudaError_t error, const std::string& message);
 
-// The message for an error, with what refuse() or a failed kernel said.
+// The message for an error, with the text of refuse() or of the failed kernel.
 const char* message_of(cudaError_t error);
 
 enum class Place { kPageable, kPinned, kDevice };

@@ -1,4 +1,4 @@
-// Copies and fills. What they wait for depends on where the memory is (CUDA Runtime API, "API synchronization
+// Copies and fills. Their waits depend on the kinds of memory (CUDA Runtime API, "API synchronization
 // behavior").
 
 #include <string.h>
@@ -28,8 +28,8 @@ struct Copy {
   }
 };
 
-// Notes what a copy touches of memory that streams share, where missing waits are searched for. What the host
-// changes in a pinned source before it has been copied is told when the copy runs.
+// If missing waits are searched for, records the memory of a copy that streams share. Changes that the host
+// makes to a pinned source before the copy runs are reported when it runs.
 void search_races(Work* work, const Copy& copy, Place from, Place to) {
   if (copy.height > 1 || !Scheduler::instance().searches_races()) return;
   if (from != Place::kPageable) work->accesses.push_back({copy.source, copy.width, false});

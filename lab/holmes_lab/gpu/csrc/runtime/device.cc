@@ -1,4 +1,4 @@
-// The emulated GPUs of this process: how many there are, and what they say of themselves.
+// The emulated GPUs of this process: their number and their properties.
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,7 +19,7 @@ constexpr int kThreads = 2048, kRegisters = 65536, kShared = 164 << 10, kWarp = 
 
 }  // namespace
 
-// HOLMES_GPU_COUNT of the node, of which CUDA_VISIBLE_DEVICES shows some.
+// The visible GPUs of the node: those of HOLMES_GPU_COUNT that CUDA_VISIBLE_DEVICES lists.
 int device_count() {
   static const int count = [] {
     int all = static_cast<int>(egpuSetting("COUNT", 1)), shown = 0;
@@ -103,7 +103,7 @@ static int attribute(int which, int device) {
     case cudaDevAttrMemoryPoolsSupported:
       return 1;
     default:
-      return 0;  // all else it has not: GPUDirect, virtual memory management, multicast, peers, graphs
+      return 0;  // not supported: GPUDirect, virtual memory management, multicast, peers, graphs
   }
 }
 
@@ -118,7 +118,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
   return *count ? cudaSuccess : result(cudaErrorNoDevice);
 }
 
-// These two do not tell of a kernel that failed: torch's guards call them in destructors.
+// These two functions do not return the error of a failed kernel: torch's guards call them in destructors.
 cudaError_t cudaGetDevice(int* device) {
   *device = gpu::current_device();
   return cudaSuccess;

@@ -1,5 +1,5 @@
-// What the operators (csrc/operators) and NCCL's device side (csrc/nccl) ask of the emulated GPU besides
-// CUDA's own API.
+// Functions of the emulated GPU, in addition to CUDA's API, for the operators (csrc/operators) and NCCL's
+// device code (csrc/nccl).
 //
 //     host thread -- egpuLaunch --> stream's queue -- scheduler.cc --> a worker (workers.cc) runs
 //     kernel.run(kernel.argument)
@@ -10,9 +10,9 @@
 
 #include "cuda_runtime_api.h"
 
-// What an emulated GPU is to all who ask: compute capability 8.0 (no tensor memory accelerator, no multicast:
-// what nobody here emulates), the PCI bus of a node's first one, its memory unless HOLMES_GPU_MEMORY_MB says
-// otherwise.
+// Properties of every emulated GPU: compute capability 8.0 (so that no program expects a tensor memory
+// accelerator or multicast, which are not emulated), the PCI bus of a node's first GPU, and its memory unless
+// HOLMES_GPU_MEMORY_MB is set.
 #define EGPU_MAJOR 8
 #define EGPU_MINOR 0
 #define EGPU_FIRST_BUS 0x40u
@@ -54,14 +54,15 @@ typedef struct {
 int egpuSearchesRaces(void);
 void egpuDescribeAccesses(const egpuAccess* accesses, size_t count);
 
-// In a running kernel: itself, for the functions below (which its helper threads may call).
+// In a running kernel: a handle of this kernel, for the functions below. Helper threads of the kernel may
+// call them.
 typedef struct egpuRunning_st* egpuRunning;
 egpuRunning egpuThisKernel(void);
 
-// What the kernel waits for now, as JSON members; "": it goes on.
+// Says that the kernel waits now, and for which target (JSON members); "": it goes on.
 void egpuWaitsFor(egpuRunning kernel, const char* json_members);
 
-// It has moved on (a step of a collective). A job in which nothing moves on hangs.
+// Says that the kernel makes progress (a step of a collective). A job without progress counts as hanging.
 void egpuProgress(void);
 
 // It failed: its device reports cudaErrorLaunchFailure with this message from now on.
@@ -70,8 +71,8 @@ void egpuFail(egpuRunning kernel, const char* message);
 // This host thread waits outside CUDA for another rank, as `call`; target: JSON members. NULL: it goes on.
 void egpuHostWaits(const char* call, const char* target);
 
-// This host thread asked for something in vain, and will ask again: it naps in between. Returns the
-// nanoseconds since it first asked. egpuGot: it has what it asked for; it is awake again.
+// Called after a poll without result, by a host thread that will poll again: the thread naps in between.
+// Returns the nanoseconds since its first poll. egpuGot: the poll has succeeded, and the naps end.
 long egpuAskedInVain(void);
 void egpuGot(void);
 

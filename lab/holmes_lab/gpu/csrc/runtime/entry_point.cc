@@ -1,4 +1,4 @@
-// Driver functions by name, from libcuda.so.1 (driver/cuda.cc). What it has not is not found.
+// Driver functions by name, from libcuda.so.1 (driver/cuda.cc). Others are not found.
 
 #include <dlfcn.h>
 

@@ -1,4 +1,5 @@
-// Errors: their names, what the calling thread's last one was, and the message for what is not emulated.
+// Errors: their names, the last error of the calling thread, and the message about calls that are not
+// emulated.
 
 #include <stdio.h>
 
@@ -60,7 +61,7 @@ cudaError_t result(cudaError_t error) {
       !Scheduler::instance().failure(current_device()).empty()) {
     error = cudaErrorLaunchFailure;
   }
-  // A kernel that was not emulated, of a caller who did not ask whether its launch went well.
+  // The error of a kernel that is not emulated, if the caller did not check the status of its launch.
   if (error == cudaSuccess && last_error == cudaErrorInvalidDeviceFunction) error = last_error;
   if (error != cudaSuccess && error != cudaErrorNotReady) last_error = error;
   return error;

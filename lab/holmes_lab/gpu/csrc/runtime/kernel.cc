@@ -20,7 +20,8 @@ struct HostKernel {
 };
 
 std::mutex kernels_mutex;
-// By the address of the host stub: what runs in its place, and the names of those that nvcc's code registers.
+// Address of a host stub -> the function that runs in its place; and the names of stubs that nvcc's code
+// registers.
 std::unordered_map<const void*, HostKernel>& host_kernels() {
   static auto* made = new std::unordered_map<const void*, HostKernel>;
   return *made;
@@ -109,7 +110,7 @@ void egpuDescribeAccesses(const egpuAccess* accesses, size_t count) {
     gpu::next_accesses.push_back({accesses[index].begin, accesses[index].size, accesses[index].writes != 0});
 }
 
-// A launch with a parameter buffer, which is how NCCL launches; cuda.cc's cuLaunchKernelEx ends here.
+// A launch with a parameter buffer. NCCL launches in this way; cuda.cc's cuLaunchKernelEx ends here.
 // started: an event that is over once the kernel has started, or nullptr.
 cudaError_t egpuLaunchBuffer(const void* symbol, const void* buffer, size_t size, int blocks,
                              cudaStream_t stream, cudaEvent_t started) {
@@ -140,7 +141,7 @@ cudaError_t cudaLaunchKernel(const void* symbol, dim3, dim3, void** arguments, s
   return gpu::launch_stub(symbol, arguments, stream);
 }
 
-// nvcc 13 calls this one, with what __cudaGetKernel found.
+// nvcc 13 calls this function, with the result of __cudaGetKernel.
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void** arguments, size_t,
                                cudaStream_t stream) {
   return gpu::launch_stub(kernel, arguments, stream);
@@ -202,7 +203,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
   return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, symbol, block_size, shared);
 }
 
-// What nvcc's code calls when a library is loaded: kernels are remembered by name.
+// Called by nvcc's code when a library is loaded: kernels are stored by name.
 void** __cudaRegisterFatBinary(void*) {
   static void* handle;
   return &handle;

@@ -17,7 +17,7 @@ namespace gpu {
 namespace {
 
 constexpr size_t kAlignment = 512, kPage = 4096;
-constexpr size_t kReserve = 256u << 20;  // of this machine's memory, which device memory leaves alone
+constexpr size_t kReserve = 256u << 20;  // bytes of this machine's memory that device memory does not use
 
 size_t rounded(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
 
@@ -49,7 +49,7 @@ void add_range(const void* begin, size_t size, Location location) {
   ranges()[first] = {first + size, location};
 }
 
-// The size of the range that begins there, which is none any more; 0: there was none.
+// Removes the range that begins there, and returns its size; 0: there was none.
 size_t remove_range(const void* begin) {
   std::lock_guard<std::mutex> lock(ranges_mutex);
   auto found = ranges().find(static_cast<const char*>(begin));
@@ -59,7 +59,7 @@ size_t remove_range(const void* begin) {
   return size;
 }
 
-// What is in an IPC handle (64 bytes).
+// Content of an IPC handle (64 bytes).
 struct Shared {
   int process, file;
   size_t offset, size;
@@ -106,7 +106,7 @@ void* DeviceMemory::allocate(size_t size) {
   pieces_[offset] = size;
   used_ += size;
   if (egpuSetting("RANDOM", 0))
-    memset(base_ + offset, 0xff, size);  // NaN: who reads what nobody wrote sees it
+    memset(base_ + offset, 0xff, size);  // NaN, so that reads of memory without a value show
   return base_ + offset;
 }
 
@@ -189,8 +189,8 @@ cudaError_t cudaMalloc(void** address, size_t size) {
     *address = nullptr;
     return result(cudaSuccess);
   }
-  // The real one waits for the device when it has to map memory; with --gpu-order random this one always
-  // does.
+  // CUDA's cudaMalloc waits for the device when it has to map memory. With --gpu-order random, this function
+  // always waits.
   if (egpuSetting("RANDOM", 0)) gpu::synchronize_device("cudaMalloc", device);
   *address = gpu::memory_of(device).allocate(size);
   return result(*address ? cudaSuccess : cudaErrorMemoryAllocation);
@@ -285,7 +285,7 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* address) {
   return result(cudaSuccess);
 }
 
-// Maps the whole pages around the piece: the beginning of the piece is what the caller gets.
+// Maps the whole pages around the piece: the caller gets the beginning of the piece.
 cudaError_t cudaIpcOpenMemHandle(void** address, cudaIpcMemHandle_t handle, unsigned) {
   gpu::Shared shared;
   memcpy(&shared, &handle, sizeof shared);

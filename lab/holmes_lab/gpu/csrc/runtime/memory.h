@@ -1,10 +1,10 @@
-// Device memory: for each emulated GPU a file in memory (memfd), mapped once, of which cudaMalloc gives out
-// pieces.
+// Device memory: for each emulated GPU a file in memory (memfd), mapped once. cudaMalloc returns pieces of
+// it.
 //
 //     base                                                                  base + HOLMES_GPU_MEMORY_MB
 //     | piece | free |   piece   |              free (never touched: no memory)              |
 //
-// The file is what another process maps for cudaIpcOpenMemHandle.
+// Another process maps the file for cudaIpcOpenMemHandle.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,7 @@
-// How host threads wait that ask again and again (NCCL's, and the blocks of its kernels). On a GPU node each
-// has a core for that; here many ranks share two. Who has asked in vain for some time naps for a sixteenth of
-// it: it notices at most 6 % or 3 ms late, and its waiting costs next to nothing.
+// Waits of host threads that poll (NCCL's, and the blocks of its kernels). On a GPU node each
+// has a core for that; here many ranks share two. A thread that has polled for some time without result naps
+// for a sixteenth of that time: it notices the result at most 6 % or 3 ms late, and its waiting costs next to
+// nothing.
 
 #include <time.h>
 
@@ -11,7 +12,7 @@
 namespace {
 
 constexpr long kAwake_ns = 50000, kShortest_ns = 20000, kLongest_ns = 3000000;
-constexpr long kElsewhere_ns = 200000000;  // between two questions: it had stopped asking
+constexpr long kElsewhere_ns = 200000000;  // between two polls: the thread had stopped polling
 
 thread_local long began_ns = 0, asked_ns = 0;
 

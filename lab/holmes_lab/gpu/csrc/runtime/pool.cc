@@ -1,5 +1,5 @@
-// Memory that is allocated and freed in a stream's order. A pool keeps nothing: what is freed is the device's
-// at once.
+// Memory that is allocated and freed in a stream's order. A pool keeps nothing: freed memory belongs to the
+// device at once.
 
 #include "api.h"
 #include "memory.h"

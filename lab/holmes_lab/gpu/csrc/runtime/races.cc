@@ -34,7 +34,7 @@ size_t Races::number_of(const Stream& stream) {
   return found->second;
 }
 
-// What the stream knew after its work of that number.
+// The knowledge of the stream (races.h) after its work of that number.
 Races::Clock Races::clock_at(size_t stream, uint64_t sequence) const {
   Clock clock;
   const auto& kept = orders_[stream].kept;
@@ -67,7 +67,7 @@ void Races::host_knows(const Ticket& ticket) {
   size_t stream = number_of(*ticket.stream);
   uint64_t sequence = ticket.sequence - ticket.begun;
   join(&host_, clock_at(stream, sequence));
-  auto& kept = orders_[stream].kept;  // of what is older nobody can learn more than the host knows
+  auto& kept = orders_[stream].kept;  // older work: no stream can know more about it than the host
   while (kept.size() > 1 && kept[1].first <= sequence) kept.pop_front();
 }
 
@@ -137,7 +137,7 @@ void Races::check(const std::vector<Use>& before, bool wrote, const Use& use, co
 
 namespace {
 
-// The lines of the thread that runs, of what Python's faulthandler has written last.
+// The lines about the running thread in the last output of Python's faulthandler.
 std::string current_stack(const std::string& path) {
   std::ifstream file(path);
   std::string line, found;

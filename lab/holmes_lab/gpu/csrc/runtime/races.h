@@ -1,13 +1,15 @@
-// Missing waits: work of two streams that touches the same memory, some of it writing, with nothing that puts
-// one before the other. Found by what waits for what, and not by what came first: vector clocks (Fidge 1988,
-// Mattern 1989), as in torch's CUDA sanitizer; of all kernels and copies, those of NCCL among them.
+// Missing waits: work of two streams that touches the same memory, some of it writing, with nothing that
+// orders one before the other. They are found by the waits between pieces of work, and not by the order of a
+// run: with vector clocks (Fidge 1988, Mattern 1989), as in torch's CUDA sanitizer. All kernels and copies
+// count, also those of NCCL.
 //
-//     a launch          its stream knows what the host knows
-//     event record      keeps what the stream knows now
-//     event wait        the stream knows what the record kept
+//     a launch          its stream also knows all that the host knows
+//     event record      stores the present knowledge of the stream
+//     event wait        the stream also knows all that the record stored
 //     host waits, or sees that an event is done     the host knows that, too
 //
-// Known is, of each stream, up to which number its work is done. Threads of the host count as one.
+// Knowledge is, for each stream, the number up to which its work is done. All threads of the host share
+// theirs.
 #pragma once
 
 #include <deque>
@@ -62,9 +64,10 @@ class Races {
   std::set<std::string> told_;
 };
 
-// Tells the lab: a line of JSON in HOLMES_GPU_WATCH/rank<N>.races, with the Python stack of this thread.
+// Writes a line of JSON for the lab into HOLMES_GPU_WATCH/rank<N>.races, with the Python stack of this
+// thread.
 void tell_race(const std::string& members);
-// JSON members that say which work it is.
+// JSON members that identify the work.
 std::string described(const Work& work);
 
 }  // namespace gpu

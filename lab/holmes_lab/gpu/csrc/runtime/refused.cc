@@ -1,4 +1,5 @@
-// Calls that are not emulated. Each says so by name and returns an error; those that only ask get the truth.
+// Calls that are not emulated. Each prints its name in a message and returns an error; queries return the
+// true state.
 
 #include <utility>
 

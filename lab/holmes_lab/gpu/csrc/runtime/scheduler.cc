@@ -15,7 +15,8 @@ namespace {
 
 constexpr size_t kRecent = 256;  // labelled kernels, done ones too
 
-// Of a host thread. What others see (NCCL's watchdog asks whether events are done) orders no launch.
+// Of a host thread. Queries of other threads (NCCL's watchdog checks whether events are done) order no
+// launch.
 thread_local bool launches = false;
 
 }  // namespace
@@ -79,14 +80,14 @@ StreamPointer Scheduler::make_stream(int number, unsigned flags, int priority, b
 
 void Scheduler::destroy_stream(const StreamPointer& stream) {
   std::lock_guard<std::mutex> lock(mutex_);
-  stream->destroyed = true;  // what is in it still runs, as CUDA says
+  stream->destroyed = true;  // its work still runs, as CUDA's documentation says
   auto& streams = device(stream->device).streams;
   streams.erase(std::remove_if(streams.begin(), streams.end(), [](auto& one) { return one.expired(); }),
                 streams.end());
 }
 
-// The default stream waits for what is in the blocking streams, and they for what is in it (CUDA Programming
-// Guide, "Legacy default stream").
+// The default stream waits for the work in the blocking streams, and they for the work in it (CUDA
+// Programming Guide, "Legacy default stream").
 void Scheduler::order_with_legacy(Work& work, Device& where) {
   if (work.stream->legacy) {
     for (auto& other : where.streams) {

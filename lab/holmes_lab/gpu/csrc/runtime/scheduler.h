@@ -1,12 +1,12 @@
-// The order of things on an emulated GPU: streams, events, hardware queues, multiprocessors.
+// Scheduler of an emulated GPU: the order of work by streams, events, hardware queues and multiprocessors.
 //
 //     stream 7   [kernel][record e][kernel]            each stream's work in order; its head starts when
 //     stream 9   [wait e][kernel]                        - what it waits for is done (events, legacy stream)
 //                                                        - all before it in its hardware queue has started
 //     hardware queue 0: streams 7, 12 ...                - as many multiprocessors are free as it holds
 //
-// A hardware queue is what CUDA_DEVICE_MAX_CONNECTIONS counts. A stream that gets work takes the one with the
-// fewest streams, and keeps it until it is empty (CUDA does not tell how it deals them out: so none is shared
+// CUDA_DEVICE_MAX_CONNECTIONS is the number of hardware queues. A stream that gets work takes the queue with
+// the fewest streams, and keeps it until it is empty (CUDA does not document its choice: so none is shared
 // without need). Work behind a head that cannot start yet waits with it, whichever stream it belongs to.
 // Records and waits have no place in a queue, only what comes behind them in their stream: NCCL puts both
 // behind each kernel (ncclLaunchFinish, src/enqueue.cc), and under one queue Megatron-LM's products still
@@ -39,7 +39,7 @@ struct Ticket {
   bool open() const;  // not yet
 };
 
-// What an event has been recorded with last. when: seconds, once it is done.
+// Last record of an event. when: seconds, once it is done.
 struct Record {
   Ticket ticket;
   double when = 0;
@@ -64,7 +64,7 @@ struct Work {
   double flops = 0, bytes = 0;  // of a kernel
   int sms = 0;                  // held while it runs
   std::vector<Ticket> after;    // other streams' work that must be done
-  RecordPointer record;         // kRecord: what it stamps; kWait: what it waits for
+  RecordPointer record;         // kRecord: the record to stamp; kWait: the record to wait for
   std::vector<Access> accesses;  // as far as they are known, where missing waits are searched for
   // Kept by the scheduler.
   StreamPointer stream;
@@ -81,7 +81,7 @@ struct Stream {
   int priority = 0;
   unsigned long long id = 0;
   int connection = 0;   // its hardware queue, while it has work
-  bool legacy = false;  // the default stream, which blocking streams wait for and which waits for them
+  bool legacy = false;  // the default stream: it and the blocking streams wait for each other
   bool blocking = false;
   bool destroyed = false;
   std::deque<WorkPointer> queue;                       // its head may be running
@@ -89,14 +89,15 @@ struct Stream {
   double clock = 0;                                    // when its last work ended, seconds
 };
 
-// What a host thread waits for: all of these, by the CUDA call of that name, or (target) another rank.
+// Wait of a host thread: for all of these, in the CUDA call of that name, or (target) for another rank.
 struct HostWait {
   std::string call, target;
   std::vector<Ticket> tickets;
   std::condition_variable done;
 };
 
-// Whoever finds it locked tries again before it sleeps: it is held for less time than a sleep takes.
+// A thread that finds it locked tries again before it sleeps, since it is held for less time than a sleep
+// takes.
 struct BriefMutex : std::mutex {
   BriefMutex();
 };
@@ -125,10 +126,10 @@ class Scheduler {
   void progress() { progress_.fetch_add(1, std::memory_order_relaxed); }
   uint64_t progress_count() { return progress_.load(std::memory_order_relaxed); }
   void fail(int device, const std::string& message);
-  std::string failure(int device);  // what a kernel of the device said when it failed; "" if none did
+  std::string failure(int device);  // message of the kernel that failed on the device; "" if none did
   bool any_failure() { return any_failure_.load(std::memory_order_acquire); }
 
-  std::string state_json();  // what every stream and every waiting host thread of this process stands at
+  std::string state_json();  // state of every stream and every waiting host thread of this process
 
  private:
   struct Worker {

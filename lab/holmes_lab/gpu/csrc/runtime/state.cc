@@ -1,5 +1,5 @@
-// What a process stands at: who waits for what, and what failed. The lab asks for it when a job hangs
-// (watch.cc).
+// State of a process as JSON: its pending work, the waits between pieces of work, and errors. The lab
+// requests it when a job hangs (watch.cc).
 
 #include <algorithm>
 
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kShownWork = 64;  // of a stream, in a report
 
-thread_local HostWait* outside = nullptr;  // what this host thread waits for outside CUDA
+thread_local HostWait* outside = nullptr;  // wait of this host thread outside of CUDA
 
 }  // namespace
 

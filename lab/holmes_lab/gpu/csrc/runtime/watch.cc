@@ -1,9 +1,10 @@
-// What the lab sees of this process: a file of one page in HOLMES_GPU_WATCH, "rank<N>.watch", which it maps.
+// State of this process for the lab: a file of one page in HOLMES_GPU_WATCH, "rank<N>.watch", that the lab
+// maps.
 //
 //     0   progress   grows with each kernel, and with each step of a collective
 //     8   asked      the lab writes a number here; a thread answers it by writing rank<N>.json, and then
 //     16  answered   the same number here
-//     24  stacks     the lab writes 1 here when it wants the Python stacks, and finds 2 once they are written
+//     24  stacks     the lab writes 1 here to request the Python stacks; 2 here says that they are written
 //
 // The thread looks every 0.1 s; it starts with the first stream.
 
@@ -57,7 +58,7 @@ void watch(Page* page, std::string path) {
 }  // namespace
 
 // Python's faulthandler writes the stacks of all threads to rank<N>.stack when this thread gets the signal
-// (lab/gpu/operators.py registers it). Where it has not been registered there are none.
+// (lab/gpu/operators.py registers it). Without that handler, there are no stacks.
 void python_stacks() {
   struct sigaction action;
   if (sigaction(SIGUSR2, nullptr, &action) != 0 || action.sa_handler == SIG_DFL ||

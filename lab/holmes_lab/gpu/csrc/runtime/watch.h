@@ -2,7 +2,7 @@
 
 namespace gpu {
 
-// Starts the thread that shows the lab what this process does (watch.cc), where there is a lab.
+// Starts the thread that shows the state of this process to the lab (watch.cc), if there is a lab.
 void start_watch();
 
 // Has the Python stacks of all threads written to rank<N>.stack, that of this thread as the current one.

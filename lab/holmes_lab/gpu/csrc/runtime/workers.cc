@@ -18,8 +18,8 @@ namespace {
 // that the error does not add up, and a stream of small kernels does not sleep after each. Seconds.
 constexpr double kSlack = 100e-6;
 constexpr auto kLatest = std::chrono::milliseconds(50);
-// How long a worker without work looks for more before it sleeps: a few times what it costs the host thread
-// to wake it. Seconds.
+// Seconds that a worker without work polls for more before it sleeps: a few times the time that a host thread
+// needs to wake it.
 constexpr double kLooks = 20e-6;
 
 thread_local Work* running = nullptr;
@@ -66,7 +66,7 @@ void Scheduler::worker_main(Worker* self) {
       lock.unlock();
       if (!skip) run(*work);
       if (work->end > now() + kSlack) sleep_until(work->end);
-      work->run = nullptr;  // what it holds is released here, not under the lock
+      work->run = nullptr;  // its captured values are released here, not under the lock
       lock.lock();
       --executing_;
       if (random_) moved_.notify_all();
