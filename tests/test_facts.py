@@ -80,6 +80,25 @@ def test_make_unit_needs_what_its_goal_requires():
         assert "namespaces" in line and "no emulated network" not in line, page
 
 
+@pytest.mark.parametrize(
+    "page", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "frameworks" / "torchtitan.md"]
+)
+def test_pytest_commands_select_tests(page):
+    """Their paths exist, and the word after -k is in the name of a test or of a row's case."""
+    commands = re.findall(r"^    .*pytest ([^#\n]*)", page.read_text(), re.MULTILINE)
+    assert commands
+    for command in commands:
+        paths = [ROOT / word for word in command.split() if "tests" in word]
+        assert paths and all(path.exists() for path in paths), command
+        for word in re.findall(r"-k (\w+)", command):
+            files = [
+                file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])
+            ]
+            assert any(re.search(rf'(def test_\w*|"){word}', file.read_text()) for file in files), (
+                command
+            )
+
+
 def test_contributing_names_every_public_name():
     contract = text_of("CONTRIBUTING.md").partition("## The contract")[2]
     assert [name for name in holmes_ext.__all__ if f"`{name}`" not in contract] == []
