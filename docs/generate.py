@@ -372,6 +372,32 @@ def newer_version() -> str:
     return f"\n    {warning}\n\n"
 
 
+#: Framework, as pages call it -> a feature whose releases are those that trained.
+TRAINED = {
+    "torch": "ddp",
+    "DeepSpeed": "overlap",
+    "megatron-core": "megatron-layers",
+    "transformers": "joined-transformers",
+    "Lightning": "lightning-ranks",
+}
+#: Release of a framework that is none on PyPI -> its description.
+UNRELEASED = {("megatron-core", "0.20.0"): "unreleased d98e8a64 (calls itself 0.20.0)"}
+
+
+def trained() -> str:
+    """Return the Markdown table of the releases that trained, and of those whose source was compared.
+
+    Both are those that the features of holmes declare (Feature.tried and Feature.read).
+    """
+    features = {patch.feature.name: patch.feature for patch in all_patches()}
+    lines = []
+    for framework, name in TRAINED.items():
+        feature = features[name]
+        releases = [UNRELEASED.get((framework, each), each) for each in feature.tried]
+        lines.append((framework, ", ".join(releases), ", ".join(feature.read)))
+    return table(("framework", "used for training", "source compared"), lines)
+
+
 def pythons() -> list[str]:
     """Return the supported versions of Python, as pyproject.toml lists them: "3.10", ..."""
     return re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
@@ -496,6 +522,7 @@ BLOCKS = {
         commands,
         statuses,
         newer_version,
+        trained,
         api,
         public,
         source,

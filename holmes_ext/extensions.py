@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -199,6 +200,24 @@ def bare_value(name: str) -> str:
     """Return the value of an option whose flag has none, as in `--holmes-check`; "" if it needs one."""
     option = options().get(name)
     return option.bare_value if option else ""
+
+
+def refuse_separate_values(argv: list[str]) -> None:
+    """Raise an error for `--holmes-check json`, where a flag takes its value only after "=".
+
+    Words that the flag does not allow belong to the script, as does all after a lone "--".
+    """
+    for argument, word in itertools.pairwise(argv):
+        if argument == "--":
+            return
+        if not argument.startswith("--holmes-"):
+            continue
+        option = options().get(argument.removeprefix("--holmes-").replace("-", "_"))
+        if option and option.bare_value and word.isalpha() and not option.check(word):
+            raise HolmesError(
+                f"{argument} {word}: write {argument}={word}; if {word!r} is the script's, put "
+                f"{argument} last"
+            )
 
 
 def variables() -> dict[str, str]:

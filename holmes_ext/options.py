@@ -431,6 +431,7 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
     Raises:
         HolmesError: a flag is unknown, removed or renamed, lacks its value, or is given twice.
     """
+    extensions.refuse_separate_values(argv)
     by_flag = _by_flag()
     old_names = {flag(name): name for name in (*words.REMOVED_OPTIONS, *words.RENAMED_OPTIONS)}
     values = from_environment(environ)  # name of an option, e.g. "cluster" -> its value

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from packaging.version import Version
 from test_docs import PAGES, ROOT, anchors, generate
+from test_text import MADE
 
 import holmes_ext
 from holmes_ext.cli.main import commands, main, parser_of
@@ -16,6 +17,7 @@ from holmes_ext.options import names
 from holmes_ext.patches import all_patches
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import matrix_rows  # noqa: E402
 import matrix_table  # noqa: E402
 
 ALL_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -78,6 +80,25 @@ def test_make_unit_needs_what_its_goal_requires():
         assert "namespaces" in line and "no emulated network" not in line, page
 
 
+@pytest.mark.parametrize(
+    "page", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "frameworks" / "torchtitan.md"]
+)
+def test_pytest_commands_select_tests(page):
+    """Their paths exist, and the word after -k is in the name of a test or of a row's case."""
+    commands = re.findall(r"^    .*pytest ([^#\n]*)", page.read_text(), re.MULTILINE)
+    assert commands
+    for command in commands:
+        paths = [ROOT / word for word in command.split() if "tests" in word]
+        assert paths and all(path.exists() for path in paths), command
+        for word in re.findall(r"-k (\w+)", command):
+            files = [
+                file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])
+            ]
+            assert any(re.search(rf'(def test_\w*|"){word}', file.read_text()) for file in files), (
+                command
+            )
+
+
 def test_contributing_names_every_public_name():
     contract = text_of("CONTRIBUTING.md").partition("## The contract")[2]
     assert [name for name in holmes_ext.__all__ if f"`{name}`" not in contract] == []
@@ -116,6 +137,62 @@ def test_a_range_of_versions_on_a_page_was_tried(page):
         ):
             for end in found.groups():
                 assert any(f"{version}.".startswith(f"{end}.") for version in releases), found[0]
+
+
+def releases_that_were_tried():
+    """Return package -> its releases in features of holmes, rows of the matrix and requirements.
+
+    torchtitan has no feature: its test names the releases with which it was run.
+    """
+    found = {"torchtitan": set()}
+    for patch in all_patches():
+        feature = patch.feature
+        releases = found.setdefault(feature.requirement.name, set())
+        releases |= {*feature.tried, *feature.read}
+    requirements = [path.read_text() for path in (ROOT / "requirements").glob("*.txt")]
+    for row in matrix_rows.ROWS.values():
+        requirements += [row.torch, *row.packages]
+    for package, release in re.findall(r"([\w-]+)==(\d[\d.]*\d)", "\n".join(requirements)):
+        found.setdefault(package, set()).add(release)
+    text = text_of("integration_tests/stacks/test_torchtitan.py").partition("import re")[0]
+    found["torchtitan"] |= set(re.findall(r"^    (\d[\d.]*) ", text, re.MULTILINE))
+    return found
+
+
+TRIED = releases_that_were_tried()
+
+
+#: Pages for users; the log of the matrix also has releases that ran once.
+USER_PAGES = [page for page in ALL_PAGES[:-1] if page.name != "versions_tested.md"]
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_release_on_a_page_was_tried(page):
+    """In "deepspeed 0.19.8"; not in "deepspeed 0.19.7 or newer", "before" and code such as `torch 9`."""
+    text = re.sub(r"`[^`\n]*(\n[^`\n]+)?`", "", MADE.sub("", page.read_text()))
+    for package, releases in TRIED.items():
+        pattern = (
+            rf"(?<!before )(?<![\w-]){package} ((?:\d+\.){{2}}\d+(?:(?:, | and )(?:\d+\.){{2}}\d+)*)"
+            r"(?! (?:or|and) (?:newer|older))"
+        )
+        for found in re.finditer(pattern, text, re.IGNORECASE):
+            assert set(re.split(", | and ", found[1])) <= releases, found[0]
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_command_on_a_page_installs_a_release_that_was_tried(page):
+    text = MADE.sub("", page.read_text())
+    for package, release in re.findall(r"(?<![\w-])([\w-]+)==(\d[\d.]*\d)", text):
+        assert release in TRIED.get(package, {release}), (package, release)
+
+
+def test_one_page_has_all_releases_that_trained():
+    """The table is made of what the features declare; the commit is that of the matrix."""
+    table = generate.trained()
+    assert "0.17.6" in table and "4.57.1" in table and table in text_of("docs/versions.md")
+    for commit in generate.UNRELEASED.values():
+        hashed = re.search(r"[0-9a-f]{8}", commit)[0]
+        assert any(hashed in title for title in matrix_table.TITLES.values())
 
 
 def test_a_commit_that_is_not_released_is_called_one():

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "SECURITY.md"
 #: The headings of tables whose last column names tests.
 SHOWN_BY = "shown by"
-NO_TEST = "no test"
+NO_TEST = "-"
 #: Roles of the trust model: each has a section of its own.
 ROLES = (
     "Outsider",

@@ -258,6 +258,12 @@ def _serve(args: argparse.Namespace) -> int:
     return 0
 
 
+def _name_of_this_host() -> str:
+    """Return the full name of this host; only its short name if /etc/hosts makes it "localhost"."""
+    full_name = socket.getfqdn()
+    return socket.gethostname() if full_name.startswith("localhost") else full_name
+
+
 def _invite(args: argparse.Namespace) -> int:
     """Print an invitation of a job, or write it to a new file; return exit status 0.
 
@@ -265,7 +271,7 @@ def _invite(args: argparse.Namespace) -> int:
         HolmesError: There is no run on this host, or the file exists.
     """
     _check_port(args)
-    host = args.address or socket.getfqdn()
+    host = args.address or _name_of_this_host()
     address = address_text(host, args.port)
     if args.output and os.path.lexists(args.output):
         raise HolmesError(f"holmes join invite: {args.output} exists already; name a new file")

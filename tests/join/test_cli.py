@@ -70,6 +70,20 @@ def test_a_variable_of_the_token_is_refused(monkeypatch, capsys):
     assert "HOLMES_JOIN_TOKEN was removed; run `holmes join invite" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "full_name, named", [("gate.example.org", "gate.example.org"), ("localhost", "gate")]
+)
+def test_an_invitation_names_this_host_as_others_do(
+    full_name, named, tmp_path, capsys, monkeypatch
+):
+    """Not localhost, which is what getfqdn() returns if /etc/hosts has "127.0.0.1 localhost gate"."""
+    monkeypatch.setattr("socket.getfqdn", lambda: full_name)
+    monkeypatch.setattr("socket.gethostname", lambda: "gate")
+    run_at(29600)
+    assert main(["join", "invite", "east", "--output", str(tmp_path / "east.json")]) == 0
+    assert f"--holmes-join east@{named}:29600 " in capsys.readouterr().out
+
+
 def test_invite_and_revoke(tmp_path, capsys):
     port = 3  # nobody listens there; the commands need the state folder only
     run_at(port)

@@ -92,8 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--pictures",
         metavar="DIR",
-        help="write placement, timeline, clusters and ethernet.png, and joined.png with --joined (needs "
-        "matplotlib)",
+        help="write placement, timeline and clusters.png, ethernet.png for several clusters, and joined.png "
+        "with --joined (needs matplotlib)",
     )
     for companion in companions():
         companion.load().add_arguments(add)

@@ -54,6 +54,22 @@ def test_other_values_are_refused():
         parse_flags(["--holmes-check=jsn"], {})
 
 
+def test_a_value_without_the_equals_sign_is_refused():
+    with pytest.raises(
+        HolmesError, match="--holmes-check json: write --holmes-check=json; if 'json'"
+    ):
+        parse_flags(["--holmes-check", "json"], {})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["json", "--holmes-check"], ["--holmes-check", "c.json"], ["--", "--holmes-check", "json"]],
+)
+def test_other_words_belong_to_the_script(words):
+    _, others = parse_flags(words, {})
+    assert others == [word for word in words if word != "--holmes-check" or "--" in words]
+
+
 def test_joined_jobs_are_refused():
     options, _ = parse_flags(["--holmes-check", "--holmes-join", "a@h:1"], {})
     with pytest.raises(HolmesError, match="leave out --holmes-join"):
