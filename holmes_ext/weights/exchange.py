@@ -19,12 +19,14 @@ from holmes_ext.join.sockets.handshake import Refused, printable
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.weights.manifest import CHUNK_BYTES, VersionManifest
 from holmes_ext.weights.rate import RateLimit
-from holmes_ext.weights.store import ChunkReader, VersionStore
+from holmes_ext.weights.store import ChunkReader, StagedVersion, VersionStore
 
 #: Purpose of a connection for weights, in the handshake of joined jobs.
 PURPOSE = "weights"
 #: Seconds for a part of a chunk (FRAME_BYTES), for a request, and for an answer.
 PART_S = 20.0
+#: Seconds that a chunk may take to arrive before it can be sent on.
+_ARRIVAL_S = 15.0
 #: Bytes of the longest request: the report of a host.
 _LONGEST_REQUEST = 2**20
 #: Bytes of the longest answer: a manifest of 500,000 chunks.
@@ -39,6 +41,8 @@ class SendingStream:
         store: The store whose versions are sent.
         limit: Limit on the rate, for all streams of this process.
         on_bytes: Called with the number of bytes of each part that was sent.
+        arriving: Returns the version that this process receives now; None: it receives none. Its chunks are
+            sent as soon as they are written.
     """
 
     def __init__(
@@ -47,12 +51,14 @@ class SendingStream:
         store: VersionStore,
         limit: RateLimit,
         on_bytes: Callable[[int], None] = lambda count: None,
+        arriving: Callable[[], StagedVersion | None] = lambda: None,
     ):
         self._channel = channel
         self._store = store
         self._reader = ChunkReader(store)
         self._limit = limit
         self._on_bytes = on_bytes
+        self._arriving = arriving
 
     def next_request(self) -> dict[str, Any]:
         """Wait for the next request.
@@ -75,11 +81,11 @@ class SendingStream:
         try:
             version = _whole_number(request, "version")
             if request.get("op") == "manifest":
-                self.reply({"manifest": _document_of(self._store.manifest(version))})
+                self.reply({"manifest": _document_of(self._manifest(version))})
                 return
             if request.get("op") != "read":
                 raise HolmesError(f"there is no request {str(request.get('op'))!r:.40}")
-            data = self._reader.read(version, _whole_number(request, "chunk"))
+            data = self._chunk(version, _whole_number(request, "chunk"))
         except HolmesError as error:
             self.reply({"error": str(error)})
             return
@@ -88,6 +94,22 @@ class SendingStream:
             self._limit.take(len(part))
             self._channel.send_bytes([part], Deadline(PART_S, "a part of a chunk"))
             self._on_bytes(len(part))
+
+    def _manifest(self, version: int) -> VersionManifest:
+        staged = self._arriving()
+        if staged is not None and staged.manifest.version == version:
+            return staged.manifest
+        return self._store.manifest(version)
+
+    def _chunk(self, version: int, index: int) -> bytes:
+        """Return a chunk, after waiting for it if the version is arriving."""
+        staged = self._arriving()
+        is_arriving = staged is not None and staged.manifest.version == version
+        if staged is not None and is_arriving and 0 <= index < len(staged.manifest.chunks):
+            data = staged.wait_for(index, _ARRIVAL_S)
+            if data is not None:
+                return data
+        return self._reader.read(version, index)
 
 
 class ReceivingStream:

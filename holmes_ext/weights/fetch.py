@@ -1,8 +1,8 @@
 """Pulls the missing chunks of one version over several streams.
 
 Each stream is a TLS connection with a thread of its own. A stream that breaks gives its chunks back, and is
-opened again. The fetch fails if no byte arrives for STALL_S seconds; then the chunks that were written stay
-in the staging folder for the next try, which may use another source.
+opened again. The fetch fails if streams break and no byte arrives for a while. Then the chunks that were
+written stay in the staging folder for the next try, which may use another source.
 """
 
 from __future__ import annotations
@@ -47,11 +47,18 @@ class VersionFetch:
         dial: Opens a stream to the source.
         streams: Number of streams.
         on_bytes: Called with the number of bytes of each part that arrives.
+        stall_s: Seconds without a byte after which a broken stream is not opened again.
     """
 
     def __init__(
-        self, staged: StagedVersion, dial: Dial, streams: int, on_bytes: Callable[[int], None]
+        self,
+        staged: StagedVersion,
+        dial: Dial,
+        streams: int,
+        on_bytes: Callable[[int], None],
+        stall_s: float = STALL_S,
     ):
+        self._stall_s = stall_s
         self._staged = staged
         self._dial = dial
         self._on_bytes = on_bytes
@@ -70,7 +77,7 @@ class VersionFetch:
         """Pull all missing chunks.
 
         Raises:
-            OSError: No byte arrived for STALL_S seconds.
+            OSError: The streams broke, and no byte arrived for `stall_s` seconds.
             WrongDigest: The source has other bytes than the manifest says.
             DiskError: A chunk cannot be written.
             HolmesError: The source refuses this process, or has removed the version.
@@ -108,7 +115,7 @@ class VersionFetch:
                 finally:
                     stream.close()
             except OSError as error:
-                if time.monotonic() - self._last_byte > STALL_S:
+                if time.monotonic() - self._last_byte > self._stall_s:
                     self._fail(error)
                 self._ended.wait(_RETRY_S)
             except Exception as error:  # noqa: BLE001 - run() raises it in the caller's thread

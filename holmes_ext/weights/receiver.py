@@ -14,7 +14,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ from holmes_ext.join.sockets.handshake import (
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import Guest, Listener, address_text, split_address
 from holmes_ext.weights.exchange import PURPOSE, ReceivingStream, SendingStream
-from holmes_ext.weights.fetch import DiskError, VersionFetch, WrongDigest
+from holmes_ext.weights.fetch import STALL_S, DiskError, VersionFetch, WrongDigest
 from holmes_ext.weights.manifest import VersionManifest
 from holmes_ext.weights.rate import RateLimit
 from holmes_ext.weights.sites import HostReport
@@ -44,6 +45,10 @@ _RETRY_S = 0.5
 #: Longest wait of a report for news, in seconds: while a version is pulled, and otherwise.
 _BUSY_WAIT_S = 0.1
 _IDLE_WAIT_S = 2.0
+#: Seconds without a byte after which a host of the same site is given up if its connections break.
+_SITE_STALL_S = 2.0
+#: Refused transfers after which a host of the same site is given up.
+_MOST_REFUSALS = 20
 #: Connections from other hosts of the site at a time.
 _MOST_GUESTS = 256
 
@@ -64,10 +69,15 @@ class ReceiverSettings:
 class VersionTransfer:
     """Version that is pulled now."""
 
-    manifest: VersionManifest
+    staged: StagedVersion
     is_over_wan: bool
     written_bytes: int = 0  # of the version, with those of earlier tries
     started: float = field(default_factory=time.monotonic)
+
+    @property
+    def manifest(self) -> VersionManifest:
+        """Return the manifest of the version."""
+        return self.staged.manifest
 
 
 #: Called with an event, such as {"event": "staged", "version": 3, "bytes": 1000, "seconds": 1.5}.
@@ -106,6 +116,9 @@ class WeightsReceiver:
         self._channel: Channel | None = None  # to the service, for reports
         self._seen = ""  # token of the answer that was received last
         self._unreachable: tuple[str, ...] = ()
+        self._refusals: Counter[str] = (
+            Counter()
+        )  # HOST:PORT of a host of the site -> refused transfers
         self._received = 0
         self._received_wan = 0
         self.transfer: VersionTransfer | None = None  # shown by the progress line
@@ -218,25 +231,52 @@ class WeightsReceiver:
             # The thread pulls all of them from the service, but only one from another host: by then, that
             # host may not have the next one.
             wanted = missing if not address else missing[:1]
+            manifests = {} if address else self._manifests(wanted)
             self._pulling = threading.Thread(
                 target=self._pull,
-                args=(address, wanted, versions),
+                args=(address, wanted, versions, manifests),
                 name="holmes-weights-pull",
                 daemon=True,
             )
             self._pulling.start()
 
-    def _pull(self, address: str, missing: list[int], required: list[int]) -> None:
+    def _manifests(self, versions: list[int]) -> dict[int, VersionManifest]:
+        """Return the manifests of versions from the service, over the open connection for reports.
+
+        It takes one round trip each. Those that cannot be got are left out: the transfer thread tries again.
+        """
+        manifests: dict[int, VersionManifest] = {}
+        if self._channel is None:
+            return manifests
+        stream = ReceivingStream(self._channel, "the service", RateLimit(), lambda count: None)
+        try:
+            for version in versions:
+                manifests[version] = stream.manifest(version)
+        except OSError:
+            self._disconnect()
+        except Refused:
+            pass  # the version was removed meanwhile
+        return manifests
+
+    def _pull(
+        self,
+        address: str,
+        missing: list[int],
+        required: list[int],
+        manifests: Mapping[int, VersionManifest],
+    ) -> None:
         """Pull versions from a source, in the transfer thread.
 
         Args:
             address: HOST:PORT of a host of the site; "": the service.
             missing: The versions.
             required: Versions that must not be removed from the folder.
+            manifests: Manifests of versions that are here already.
         """
         try:
             for version in missing:
-                self._pull_version(address, version)
+                manifest = manifests.get(version) or self._manifest_from(address, version)
+                self._pull_version(address, manifest)
                 self._store.remove_old(self._settings.keep, protected=required)
         except DiskError as error:
             self._error = error
@@ -247,15 +287,28 @@ class WeightsReceiver:
 
     def _give_up(self, address: str, error: Exception) -> None:
         """Handle a failed transfer: use another source, or end this process if that cannot help."""
-        if address:
+        is_refused = isinstance(error, Refused)
+        self._refusals[address] += is_refused
+        # A host refuses a chunk that has not arrived there in time: it is tried again.
+        if address and is_refused and self._refusals[address] < _MOST_REFUSALS:
+            pass
+        elif address:
             self._unreachable = (*self._unreachable, address)[-8:]
-        elif isinstance(error, HolmesError) and not isinstance(error, Refused):
+        elif isinstance(error, HolmesError) and not is_refused:
             self._error = error  # another try would get the same bytes
             return
         self._tell({"event": "broken", "source": address or "service", "reason": why(error)})
         self._ended.wait(_RETRY_S)
 
-    def _pull_version(self, address: str, version: int) -> None:
+    def _manifest_from(self, address: str, version: int) -> VersionManifest:
+        """Return the manifest of a version from a source, over a new connection."""
+        stream = self._dial(address, lambda count: None)
+        try:
+            return stream.manifest(version)
+        finally:
+            stream.close()
+
+    def _pull_version(self, address: str, manifest: VersionManifest) -> None:
         """Pull a version from a source, and let it appear in the folder.
 
         Raises:
@@ -263,18 +316,20 @@ class WeightsReceiver:
             HolmesError: See VersionFetch.run().
         """
         is_over_wan = not address
-        stream = self._dial(address, lambda count: None)
-        try:
-            manifest = stream.manifest(version)
-        finally:
-            stream.close()
         staged = self._stage(manifest)
         try:
             missing_bytes = sum(manifest.chunks[index].length for index in staged.missing)
-            transfer = VersionTransfer(manifest, is_over_wan, manifest.bytes - missing_bytes)
+            transfer = VersionTransfer(staged, is_over_wan, manifest.bytes - missing_bytes)
             self.transfer = transfer
             count = partial(self._count, transfer)
-            VersionFetch(staged, partial(self._dial, address), self._settings.streams, count).run()
+            fetch = VersionFetch(
+                staged,
+                partial(self._dial, address),
+                self._settings.streams,
+                count,
+                stall_s=STALL_S if is_over_wan else _SITE_STALL_S,
+            )
+            fetch.run()
         except WrongDigest:
             staged.drop()
             raise
@@ -288,7 +343,7 @@ class WeightsReceiver:
         self._tell(
             {
                 "event": "staged",
-                "version": version,
+                "version": manifest.version,
                 "bytes": manifest.bytes,
                 "pulled_bytes": missing_bytes,
                 "seconds": round(time.monotonic() - transfer.started, 3),
@@ -335,6 +390,10 @@ class WeightsReceiver:
             self._channel.close()
             self._channel = None
 
+    def _arriving(self) -> StagedVersion | None:
+        transfer = self.transfer
+        return None if transfer is None else transfer.staged
+
     def _serve_guest(self, guest: Guest) -> None:
         """Send versions to another host of the same site, in the thread of its connection."""
         deadline = Deadline(HANDSHAKE_S, "the handshake")
@@ -347,7 +406,7 @@ class WeightsReceiver:
         is_of_site = purpose.get("job") == self._site and purpose.get("purpose") == PURPOSE
         if not is_of_site or not guest.admit():
             return
-        stream = SendingStream(channel, self._store, RateLimit())
+        stream = SendingStream(channel, self._store, RateLimit(), arriving=self._arriving)
         while not self._ended.is_set():
             stream.answer(stream.next_request())
 

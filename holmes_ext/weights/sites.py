@@ -1,9 +1,10 @@
 """Rules of the service of weights: which host pulls over the WAN, and when all sites switch. Pure values.
 
-source      the first host of a site (by its arrival) pulls from `holmes join serve`. The other hosts of the
-            site pull from a host of the site that has the version. So each version crosses the WAN once
-commit      a version is committed when all hosts that use the current version have staged it. A host that
-            lags behind, such as a new one, does not delay the others
+source    the first host of a site (by its arrival) pulls from `holmes join serve`. The other hosts pull
+          from it while it receives, or from any host of the site that has the version. So each version
+          crosses the WAN once
+commit    a version is committed when all hosts that use the current version have staged it. A host that
+          lags behind, such as a new one, does not delay the others
 """
 
 from __future__ import annotations
@@ -117,9 +118,11 @@ class Sites:
             other_id for other_id, other in self._hosts.items() if other.site == host.site
         )
         # A host that cannot reach the first one pulls over the WAN itself.
-        if first_id == host_id or self._hosts[first_id] not in reachable:
+        first = self._hosts[first_id]
+        if first_id == host_id or first not in reachable:
             return Source("")
-        return None
+        # The first host sends chunks on as they arrive. Only it does, so hosts cannot wait for each other.
+        return Source(first.report.address) if first.report.version == missing[0] else None
 
     def _is_reachable(self, host: SiteHost, other: SiteHost) -> bool:
         address = other.report.address

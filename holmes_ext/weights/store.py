@@ -21,6 +21,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -261,6 +262,8 @@ class StagedVersion:
         self._store = store
         self._folder = folder
         self._done_file = folder / "done"
+        self._written = threading.Condition()  # also the lock of _missing and _is_closed
+        self._is_closed = False
         self._prepare()
         self._done = os.open(self._done_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._descriptors: list[int] = []
@@ -302,14 +305,14 @@ class StagedVersion:
                 os.posix_fallocate(descriptor, 0, file.size)
             os.ftruncate(descriptor, file.size)
 
-    def _check_chunks(self) -> list[int]:
+    def _check_chunks(self) -> set[int]:
         """Return the indices of the chunks that are missing or not as the manifest says."""
         done = os.pread(self._done, len(self.manifest.chunks), 0)
-        missing = []
+        missing = set()
         for index, chunk in enumerate(self.manifest.chunks):
             was_written = done[index : index + 1] == _WRITTEN
             if not was_written or self._digest_of(index) != chunk.digest:
-                missing.append(index)
+                missing.add(index)
         return missing
 
     def _digest_of(self, index: int) -> str:
@@ -319,8 +322,20 @@ class StagedVersion:
 
     @property
     def missing(self) -> list[int]:
-        """Return the indices of the chunks that were missing when the staging folder was opened."""
-        return list(self._missing)
+        """Return the indices of the chunks that are not written, in ascending order."""
+        with self._written:
+            return sorted(self._missing)
+
+    def wait_for(self, index: int, seconds: float) -> bytes | None:
+        """Return a chunk as soon as it is written; None: it is not in time, or the files were closed."""
+        with self._written:
+            is_there = self._written.wait_for(
+                lambda: self._is_closed or index not in self._missing, seconds
+            )
+            if not is_there or self._is_closed:
+                return None
+            chunk = self.manifest.chunks[index]
+            return os.pread(self._descriptors[chunk.file], chunk.length, chunk.offset)
 
     def write(self, index: int, data: memoryview) -> bool:
         """Write a chunk if its digest is right; return whether it is.
@@ -337,6 +352,9 @@ class StagedVersion:
             data = data[count:]
             offset += count
         os.pwrite(self._done, _WRITTEN, index)
+        with self._written:
+            self._missing.discard(index)
+            self._written.notify_all()
         return True
 
     def finish(self) -> None:
@@ -347,19 +365,22 @@ class StagedVersion:
         """
         for descriptor in self._descriptors:
             os.fsync(descriptor)
-        self.close()
         folders = {path for path in self.files.rglob("*") if path.is_dir()}
         for folder in (self.files, *folders):
             sync_folder(folder)
         self._store.appear(self.manifest, self.files)
+        self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
         """Close the files; the chunks stay for another try."""
-        for descriptor in (*self._descriptors, self._done):
-            with contextlib.suppress(OSError):
+        with self._written:
+            if self._is_closed:
+                return  # the numbers of the descriptors may be those of other files by now
+            self._is_closed = True
+            self._written.notify_all()
+            for descriptor in (*self._descriptors, self._done):
                 os.close(descriptor)
-        self._descriptors = []
 
     def drop(self) -> None:
         """Remove the staging folder."""

@@ -35,6 +35,15 @@ def test_the_others_pull_from_a_host_that_has_it():
     assert sites.source("a1", [1, 2]) == Source("a2:1")  # also the first one
 
 
+def test_the_others_follow_the_first_one_while_it_receives():
+    sites = sites_of(("a1", ()), ("a2", ()), ("a3", ()))
+    sites.report("a1", "a", report("a1", version=1), now=0.0)
+    assert sites.source("a2", [1]) == sites.source("a3", [1]) == Source("a1:1")
+    sites.report("a2", "a", report("a2", version=1), now=0.0)
+    assert sites.source("a1", [1]) == Source("")
+    assert sites.source("a3", [2]) is None
+
+
 def test_another_host_takes_over_from_one_that_is_gone_or_silent():
     sites = sites_of(("a1", ()), ("a2", ()))
     sites.gone("a1")
