@@ -2,7 +2,7 @@
 
     main thread      reports to the service, and commits the version that it names
     transfer thread  pulls missing versions, oldest first, from the service or from a host of the same site
-    listener         sends complete versions to other hosts of the same site
+    listener         sends versions to other hosts of the same site, also while they arrive
 
 A broken connection is opened again. A transfer that breaks goes on with the chunks that are missing, also
 after a restart of this process or of the service.
