@@ -1,9 +1,11 @@
-"""Loads the committed weights of a site whenever they change: a full version, then deltas on top of it."""
+"""Generates tokens with each committed version of a site: loads a full version, then applies deltas to it."""
 
 import argparse
 import time
 
-import torch
+from trainer import line
+from transformers import LlamaForCausalLM
+from weight_files import apply_delta
 
 from holmes_ext import weights
 
@@ -14,19 +16,22 @@ def main():
     parser.add_argument("--until", type=int, required=True, help="version after which to end")
     options = parser.parse_args()
 
-    loaded = None
-    while loaded != options.until:
+    loaded = []  # folders of the version in use
+    while not loaded or int(loaded[-1].name) < options.until:
         folders = weights.current_folders(options.directory)
-        newest = int(folders[-1].name) if folders else None
-        if newest == loaded:
+        if folders == loaded:
             time.sleep(0.05)
             continue
-        tensors = {}
-        for folder in folders:
-            tensors.update(torch.load(folder / "weights.pt"))
-        loaded = newest
-        total = sum(tensor.double().sum().item() for tensor in tensors.values())
-        print(f"version {loaded}: sum of the weights: {total}", flush=True)
+        deltas = folders[len(loaded) :]
+        if (
+            not loaded or folders[: len(loaded)] != loaded
+        ):  # it does not build on the version in use
+            model = LlamaForCausalLM.from_pretrained(folders[0], dtype="bfloat16").eval()
+            deltas = folders[1:]
+        for folder in deltas:
+            apply_delta(folder, model.state_dict())
+        loaded = folders
+        print(line(loaded[-1].name, model), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,16 @@ This module declares the command and the service, and is the Python interface.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 from holmes_ext import extensions
+from holmes_ext.errors import HolmesError
 from holmes_ext.extensions import Extension
+
+#: Seconds between two looks for a version that has not arrived.
+_LOOK_S = 0.05
 
 EXTENSION = Extension(
     name="weights",
@@ -23,6 +28,8 @@ EXTENSION = Extension(
         " publish` (default: in the state folder of the run)",
         "HOLMES_WEIGHTS_RATE": "rate that the weights which `holmes join serve` sends take at most, such as"
         " 400Mb/s",
+        "HOLMES_WEIGHTS_METRICS": "PORT (of 127.0.0.1), HOST:PORT or FILE.prom: versions, bytes and lag of"
+        " all receiving hosts, for Prometheus, from `holmes join serve` (extra `metrics`)",
     },
     commands={"weights": "holmes_ext.weights.cli"},
     contributions={"join_services": {"weights": "holmes_ext.weights.service:serve_weights"}},
@@ -67,3 +74,32 @@ def current_folders(directory: str | Path) -> list[Path]:
     if store.current is None:
         return []
     return [store.folder(version) for version in store.chain(store.current)]
+
+
+def wait_for_version(directory: str | Path, version: int, timeout_s: float = 1800.0) -> list[Path]:
+    """Wait until a version has arrived at a site, whether it is committed or not.
+
+    Args:
+        directory: DIR of `holmes weights receive DIR`.
+        version: Number of the version.
+        timeout_s: Seconds to wait at most.
+
+    Returns:
+        The version's folders: a full version, then the deltas to apply to it.
+
+    Raises:
+        HolmesError: The version has not arrived in time.
+    """
+    store: Any = extensions.load("holmes_ext.weights.store:VersionStore")(Path(directory))
+    missing_version = extensions.load("holmes_ext.weights.store:MissingVersion")
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            return [store.folder(number) for number in store.chain(version)]
+        except missing_version:
+            if time.monotonic() > end:
+                raise HolmesError(
+                    f"{directory}: version {version} has not arrived within {timeout_s:g} s; is `holmes"
+                    " weights receive` running there? `holmes weights status` shows what it receives"
+                ) from None
+        time.sleep(_LOOK_S)

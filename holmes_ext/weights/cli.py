@@ -6,14 +6,11 @@ import argparse
 import json
 import os
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import PORT, JoinAddress, JoinPlace, parse_address
 from holmes_ext.join.coordinator.client import ask_status
@@ -29,6 +26,7 @@ from holmes_ext.units import format_bytes
 from holmes_ext.weights.publishing import KEEP, publish_folder, store_of_run
 from holmes_ext.weights.receiver import ReceiverSettings, WeightsReceiver
 from holmes_ext.weights.service import checked_rate
+from holmes_ext.weights.show import progress_bar, show_status
 from holmes_ext.weights.store import VersionStore
 from holmes_ext.words import counted, why
 
@@ -44,17 +42,6 @@ _EPILOG = """\
 
 At the sites, DIR/current is the committed version, DIR/NUMBER each staged one.
 """
-COLUMNS = (
-    Column("site"),
-    Column("host"),
-    Column("current", right=True),
-    Column("newest", right=True),
-    Column("receiving", right=True),
-    Column("done, %", right=True),
-    Column("over the WAN", right=True, drop=1),
-    Column("from the site", right=True, drop=2),
-    Column("heard, s ago", right=True, drop=3),
-)
 #: Most connections over which a version is pulled.
 _MOST_STREAMS = 32
 #: Most versions that stay.
@@ -65,10 +52,6 @@ _PORTS = 65536
 _CERTIFICATE_S = 60.0
 #: Seconds between two attempts to redeem it.
 _RETRY_S = 1.0
-#: Seconds between two progress lines on a terminal.
-_PROGRESS_S = 0.5
-#: Width of the progress line on a terminal, in characters.
-_LINE = 79
 
 
 def add_parser(subparsers: Any) -> None:
@@ -273,7 +256,7 @@ def _receive(args: argparse.Namespace) -> int:
             ) from None
         events = _Events(args.json)
         receiver = WeightsReceiver(store, place, listening, settings, tell=events.tell)
-        with _progress(receiver, is_shown=not args.json and sys.stderr.isatty()):
+        with progress_bar(receiver, is_quiet=args.json):
             receiver.run()
     return 0
 
@@ -336,33 +319,6 @@ def _event_text(event: dict[str, Any]) -> str:
     return printable(f"the connection to the service is lost: {event['reason']}")
 
 
-@contextmanager
-def _progress(receiver: WeightsReceiver, is_shown: bool) -> Iterator[None]:
-    """Show the progress of the version that is received, on a terminal, while the block runs."""
-    ended = threading.Event()
-    thread = threading.Thread(target=_show_progress, args=(receiver, ended), daemon=True)
-    if is_shown:
-        thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        if is_shown:
-            thread.join()
-
-
-def _show_progress(receiver: WeightsReceiver, ended: threading.Event) -> None:
-    while not ended.wait(_PROGRESS_S):
-        transfer = receiver.transfer
-        if transfer is None:
-            continue
-        size = transfer.manifest.bytes
-        share = transfer.written_bytes / size if size else 1.0
-        text = f"version {transfer.manifest.version}: {min(share, 1.0):.0%} of {format_bytes(size)}"
-        sys.stderr.write(f"\r{text:<{_LINE}}\r")
-        sys.stderr.flush()
-
-
 def _status(args: argparse.Namespace) -> int:
     """Print the versions and the receiving hosts; return exit status 0."""
     try:
@@ -377,14 +333,7 @@ def _status(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(status))
         return 0
-    versions = status["versions"]
-    newest = versions[-1] if versions else "none"
-    screen = Screen()
-    screen.table(
-        COLUMNS,
-        [_row(host_status) for host_status in status["hosts"]],
-        title=f"newest version {newest}, current {_text(status['current']) or 'none'}",
-    )
+    show_status(status)
     return 0
 
 
@@ -399,22 +348,3 @@ def _status_credentials(host: str, port: int) -> Credentials:
         f"holmes weights status: this user has no certificate for {address_text(host, port)}; run it on the"
         " host of `holmes join serve`, or on a receiving host, with the same HOST:PORT"
     )
-
-
-def _row(host: dict[str, Any]) -> list[str]:
-    size = host["size_bytes"]
-    return [
-        printable(str(host["site"])),
-        printable(str(host["host"])),
-        _text(host["current"]),
-        _text(host["newest"]),
-        _text(host["receiving"]),
-        f"{100 * host['received_bytes'] / size:.0f}" if size else "",
-        format_bytes(host["wan_bytes"]),
-        format_bytes(host["site_bytes"]),
-        f"{host['heard_s']:.0f}",
-    ]
-
-
-def _text(number: int | None) -> str:
-    return "" if number is None else str(number)

@@ -25,6 +25,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.units import parse_rate
 from holmes_ext.weights.exchange import PURPOSE, SendingStream
+from holmes_ext.weights.monitor import Monitor, monitored
 from holmes_ext.weights.publishing import store_of_run
 from holmes_ext.weights.rate import LEAST_BITS_PER_S, RateLimit
 from holmes_ext.weights.sites import HostReport, Sites
@@ -50,12 +51,14 @@ _MOST_OF_SITE = 256
 def serve_weights(server: CoordinatorServer) -> Iterator[None]:
     """Answer connections for weights while the coordinator runs."""
     service = WeightsService(store_of_run(os.environ, server.port), rate_limit(os.environ.get))
+    monitor = Monitor(service.status, service.published_at)
     server.handlers[PURPOSE] = service.answer
-    server.sections[PURPOSE] = service.status
+    server.sections[PURPOSE] = monitor.status
     thread = threading.Thread(target=service.watch, name="holmes-weights", daemon=True)
     thread.start()
     try:
-        yield
+        with monitored(monitor, os.environ):
+            yield
     finally:
         service.close()
         thread.join()
@@ -230,8 +233,16 @@ class WeightsService:
         }
         return {**reply, "token": repr(sorted(reply.items(), key=lambda item: item[0]))}
 
+    def published_at(self, version: int) -> float | None:
+        """Return when a version was published, in seconds since 1970; None: it was removed."""
+        try:
+            # A version appears by the renaming of its folder, which changes st_ctime.
+            return self._store.folder(version).stat().st_ctime
+        except OSError:
+            return None
+
     def status(self) -> dict[str, Any]:
-        """Return the state of the service, as `holmes weights status --json` prints it."""
+        """Return the state of the service: its versions and its hosts."""
         with self._changed:
             return {
                 "versions": self._versions,

@@ -147,6 +147,7 @@ class Sites:
             {
                 "site": host.site,
                 "host": host.report.host,
+                "address": host.report.address,
                 "current": host.report.current,
                 "newest": max(host.staged, default=None),
                 "receiving": host.report.version,
