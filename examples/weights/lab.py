@@ -52,9 +52,7 @@ def running(lab, folder):
     try:
         yield example
     finally:
-        for job in example.jobs.values():
-            job.kill()
-            job.wait()
+        example.close()
 
 
 class Example:
@@ -66,6 +64,7 @@ class Example:
         self._address = next(node.address for node in lab.nodes if node.name == "trainer0")
         self.jobs = {}  # name -> job of the lab
         self.lines = {}  # name -> lines that it has printed
+        self._is_closed = False
 
     def run(self, versions):
         """Run all processes; return what is wrong at the end, in words."""
@@ -87,6 +86,13 @@ class Example:
         until(lambda: all(self._current(host) == versions for host in HOSTS))
         self._show("status", "trainer0", [*HOLMES, "weights", "status"])
         return [*self._wrong_files(versions), *self._wrong_tokens()]
+
+    def close(self):
+        """End all processes."""
+        self._is_closed = True
+        for job in self.jobs.values():
+            job.kill()
+            job.wait()
 
     def _kill_and_restart(self, site):
         hosts = [host for host in HOSTS if HOSTS[host] == site]
@@ -168,8 +174,9 @@ class Example:
 
         def on_line(rank, line, stream):
             lines.append(line)
-            if stream == "stdout":
-                print(f"{host}: {line}", flush=True)
+            if stream == "stdout" and not self._is_closed:
+                sys.stdout.write(f"{host}: {line}\n")  # whole lines: several threads print
+                sys.stdout.flush()
 
         program = Program(host=host, argv=[str(part) for part in command], env=environment)
         self.jobs[name] = self._lab.start_programs([program], timeout=LIMIT_S, on_line=on_line)
