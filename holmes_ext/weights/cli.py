@@ -23,6 +23,7 @@ from holmes_ext.join.sockets.handshake import Credentials, printable
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import address_text, listen, split_address
 from holmes_ext.units import format_bytes
+from holmes_ext.weights.origin import ask_origin, check_origin
 from holmes_ext.weights.publishing import KEEP, publish_folder, store_of_run
 from holmes_ext.weights.receiver import ReceiverSettings, WeightsReceiver
 from holmes_ext.weights.service import checked_rate
@@ -247,6 +248,7 @@ def _receive(args: argparse.Namespace) -> int:
     store.make()
     with store.adding(), suppress(KeyboardInterrupt):
         place = _place(args)
+        check_origin(store, ask_origin(place))
         try:
             listening = listen("", args.port)
         except OSError as error:

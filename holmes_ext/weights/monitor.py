@@ -61,14 +61,17 @@ class Monitor:
     Args:
         status: Returns the state of the service, without rates and lags.
         published_at: Returns when a version was published, in seconds since 1970; None: it was removed.
+        origin: Identity of the service's store.
     """
 
     def __init__(
         self,
         status: Callable[[], dict[str, Any]],
         published_at: Callable[[int], float | None],
+        origin: str = "",
     ):
         self._status = status
+        self._origin = origin
         self._published_at = published_at
         self._lock = threading.Lock()  # of the samples
         self._samples: dict[
@@ -93,7 +96,7 @@ class Monitor:
         for host in status["hosts"]:
             host["bits_per_second"] = round(self._bits_per_second(str(host["address"])))
             host["lag_s"] = round(self._lag_s(host["newest"], status["versions"]), 1)
-        return status
+        return {"origin": self._origin, **status}
 
     def _bits_per_second(self, address: str) -> float:
         """Return the mean rate of a host over the last samples, in bits/s."""

@@ -26,6 +26,7 @@ from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.units import parse_rate
 from holmes_ext.weights.exchange import PURPOSE, SendingStream
 from holmes_ext.weights.monitor import Monitor, monitored
+from holmes_ext.weights.origin import origin_of
 from holmes_ext.weights.publishing import store_of_run
 from holmes_ext.weights.rate import LEAST_BITS_PER_S, RateLimit
 from holmes_ext.weights.sites import HostReport, Sites
@@ -50,8 +51,9 @@ _MOST_OF_SITE = 256
 @contextlib.contextmanager
 def serve_weights(server: CoordinatorServer) -> Iterator[None]:
     """Answer connections for weights while the coordinator runs."""
-    service = WeightsService(store_of_run(os.environ, server.port), rate_limit(os.environ.get))
-    monitor = Monitor(service.status, service.published_at)
+    store = store_of_run(os.environ, server.port)
+    service = WeightsService(store, rate_limit(os.environ.get))
+    monitor = Monitor(service.status, service.published_at, origin_of(store))
     server.handlers[PURPOSE] = service.answer
     server.sections[PURPOSE] = monitor.status
     thread = threading.Thread(target=service.watch, name="holmes-weights", daemon=True)

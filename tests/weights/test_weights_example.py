@@ -19,7 +19,7 @@ def served(tmp_path):
     port = free_port()
     home = tmp_path / "home"
     serve = Process("join", "serve", "--host", "127.0.0.1", "--port", port, home=home)
-    until(lambda: any("jobs meet" in line for line in serve.lines))
+    until(lambda: any("jobs meet" in line for line in serve.lines), 60)
     yield home, port
     serve.kill()
 

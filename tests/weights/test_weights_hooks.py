@@ -31,7 +31,7 @@ class Sites:
         self._folder = folder
         serve = self._started("join", "serve", "--host", "127.0.0.1", "--port", self.port)
         self._processes = [serve]
-        until(lambda: any("jobs meet" in line for line in serve.lines))
+        until(lambda: any("jobs meet" in line for line in serve.lines), 60)
         self.directories = [folder / "east", folder / "west"]
         for directory in self.directories:
             address = f"{directory.name}@127.0.0.1:{self.port}"

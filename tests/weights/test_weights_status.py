@@ -104,7 +104,7 @@ class Run:
         variables = {"HOLMES_WEIGHTS_METRICS": str(self.metrics_port)}
         arguments = ("join", "serve", "--host", "127.0.0.1", "--port", self.port)
         self.serve = Process(*arguments, home=self.home, **variables)
-        until(lambda: any("jobs meet" in line for line in self.serve.lines))
+        until(lambda: any("jobs meet" in line for line in self.serve.lines), 60)
 
     def publish(self, version, *arguments):
         command = ("weights", "publish", self.made, "--version", version, "--port", self.port)
@@ -119,6 +119,9 @@ class Run:
         result = holmes(self.home, "weights", "status", f"127.0.0.1:{self.port}", *arguments)
         assert result.returncode == 0, result.stderr
         return result.stdout
+
+    def hosts(self):
+        return json.loads(self.status("--json"))["hosts"]
 
     def metrics(self):
         url = f"http://127.0.0.1:{self.metrics_port}/metrics"
@@ -139,7 +142,7 @@ def test_status_and_metrics_of_a_run(run, tmp_path):
     receiver = Process(*run.receive(tmp_path / "e"), home=run.home)
     run.publish(1)
     run.publish(2, "--stage")
-    until(lambda: json.loads(run.status("--json"))["hosts"][0]["newest"] == 2)
+    until(lambda: [each["newest"] for each in run.hosts()] == [2], 60)
     text = run.status()
     assert "2 versions published, the newest is 2; 1 is committed\n" in text
     header, row = (line for line in text.splitlines() if "east" in line or "site" in line[:6])
@@ -209,3 +212,22 @@ def test_a_progress_bar_for_each_version_on_a_terminal_only(run, tmp_path):
     assert quiet == ""
     piped = holmes(run.home, *run.receive(tmp_path / "p", "--once"))
     assert piped.returncode == 0 and piped.stderr == ""
+
+
+def test_a_folder_with_versions_of_another_run_is_refused(run, tmp_path):
+    run.publish(1)
+    (tmp_path / "other").mkdir()
+    other = Run(tmp_path / "other")
+    other.publish(1)
+    try:
+        for _ in range(2):  # also a second time with the same run
+            result = holmes(run.home, *run.receive(tmp_path / "e", "--once"))
+            assert result.returncode == 0, result.stderr
+        refused = holmes(other.home, *other.receive(tmp_path / "e", "--once"))
+        assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, refused.stderr
+        assert "has versions of another run" in refused.stderr
+        assert (tmp_path / "e" / "1" / "model.bin").read_bytes() == (
+            run.made / "model.bin"
+        ).read_bytes()
+    finally:
+        other.serve.kill()
