@@ -71,9 +71,15 @@ def current_folders(directory: str | Path) -> list[Path]:
         An empty list if no version is committed yet.
     """
     store: Any = extensions.load("holmes_ext.weights.store:VersionStore")(Path(directory))
-    if store.current is None:
-        return []
-    return [store.folder(version) for version in store.chain(store.current)]
+    missing_version = extensions.load("holmes_ext.weights.store:MissingVersion")
+    while (current := store.current) is not None:
+        try:
+            return [store.folder(version) for version in store.chain(current)]
+        except missing_version:
+            if store.current == current:
+                raise
+            # Another version was committed, and the former one was removed.
+    return []
 
 
 def wait_for_version(directory: str | Path, version: int, timeout_s: float = 1800.0) -> list[Path]:

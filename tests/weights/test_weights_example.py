@@ -44,7 +44,7 @@ def start(served):
 
 def versions_of(process):
     """Return the lines of a script that name the digest and the tokens of a version."""
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=400)
     assert process.returncode == 0
     return [line for line in output.splitlines() if line.startswith("version ")]
 

@@ -137,9 +137,9 @@ def run(tmp_path):
     running.serve.kill()
 
 
-def test_status_and_metrics_of_a_run(run, tmp_path):
+def test_status_and_metrics_of_a_run(run, tmp_path, request):
     assert "0 versions published" in run.status()
-    receiver = Process(*run.receive(tmp_path / "e"), home=run.home)
+    request.addfinalizer(Process(*run.receive(tmp_path / "e"), home=run.home).kill)
     run.publish(1)
     run.publish(2, "--stage")
     until(lambda: [each["newest"] for each in run.hosts()] == [2], 60)
@@ -157,7 +157,6 @@ def test_status_and_metrics_of_a_run(run, tmp_path):
     assert float(found['holmes_weights_sent_bytes_total{site="east"}']) == 6 * MB
     wan = f'holmes_weights_received_bytes_total{{host="{hostname}",site="east",source="wan"}}'
     assert float(found[wan]) == 6 * MB
-    receiver.kill()
 
 
 def test_metrics_that_cannot_be_exported(tmp_path):
