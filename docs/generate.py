@@ -55,6 +55,7 @@ from holmes_ext.planner.search import search
 from holmes_ext.planner.show.search import INTERRUPTED_STATUS
 from holmes_ext.runtime.measure import telemetry_file
 from holmes_ext.runtime.watch.metrics import FAMILIES
+from holmes_ext.weights.monitor import FAMILIES as WEIGHTS_FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))  # where this is loaded as a module
@@ -484,7 +485,8 @@ def public() -> str:
         f" {', '.join(f'`{key.table}{key.name}`' for key in KEYS)}",
     ]
     lines += [f"- {name}: {value}" for name, value in versions.items()]
-    lines += [f"- metrics: {', '.join(f'`{name}`' for name in FAMILIES)}"]
+    metric_names = [*FAMILIES, *WEIGHTS_FAMILIES]
+    lines += [f"- metrics: {', '.join(f'`{name}`' for name in metric_names)}"]
     return "\n".join(lines) + "\n\n"
 
 

@@ -5,7 +5,7 @@ An extension is one value of the class Extension. Python packages publish theirs
     [project.entry-points."holmes_ext.extensions"]
     mynic = "my_package.extension:EXTENSION"
 
-Three extensions come with holmes_ext (BUILT_IN). They are imported by name, so they also work in a source
+Four extensions come with holmes_ext (BUILT_IN). They are imported by name, so they also work in a source
 tree that is not installed.
 
 The module with an Extension is imported in every job under holmes. It should import nothing but this module.
@@ -35,6 +35,7 @@ BUILT_IN = (
     "holmes_ext.planner:EXTENSION",
     "holmes_ext.adapt:EXTENSION",
     "holmes_ext.join:EXTENSION",
+    "holmes_ext.weights:EXTENSION",
 )
 
 #: Contribution point -> description of the objects that an extension can contribute there.

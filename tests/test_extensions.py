@@ -148,7 +148,7 @@ def test_without_the_lab_its_commands_say_what_to_install(installed, capsys):
     installed()
     assert main(["demo"]) == 2
     assert "demo needs the package holmes_lab: pip install ./lab" in capsys.readouterr().err
-    assert set(own_commands) | {"join"} == set(commands())
+    assert set(own_commands) | {"join", "weights"} == set(commands())
 
 
 def test_the_built_in_ones_work_without_metadata(tmp_path):
@@ -159,7 +159,7 @@ def test_the_built_in_ones_work_without_metadata(tmp_path):
     result = subprocess.run(
         [sys.executable, "-S", "-c", code], env=environ, capture_output=True, text=True
     )
-    assert result.stdout.strip() == "['planner', 'adapt', 'join']", result.stderr
+    assert result.stdout.strip() == "['planner', 'adapt', 'join', 'weights']", result.stderr
 
 
 @pytest.fixture

@@ -120,6 +120,7 @@ def test_installed(python, built, tmp_path):
         "planner",
         "adapt",
         "join",
+        "weights",
         "patches",
     )
     imported = ", ".join(["holmes_lab", *(f"holmes_ext.{name}" for name in rooms)])

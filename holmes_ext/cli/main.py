@@ -49,6 +49,7 @@ _ORDER = (
     "patches",
     "report",
     "tune",
+    "weights",
 )
 #: Longest time that Python and the imports may take before a command begins, in seconds.
 _LONGEST_START_S = 60.0

@@ -187,7 +187,7 @@ def test_the_log_of_a_crowd_from_many_addresses_is_short():
         for number in range(2000):
             server._complain(f"10.0.{number // 250}.{number % 250}", "it has no certificate")
         assert len(server.told) <= 60 and "are not listed" in server.told[-1]
-        assert len(server._complaints) <= 60
+        assert len(server._complaints._latest) <= 60
 
 
 def test_a_relay_is_none_for_those_without_a_standing_line(monkeypatch):

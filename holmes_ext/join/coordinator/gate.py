@@ -26,11 +26,17 @@ from holmes_ext.join.sockets.handshake import (
     Purpose,
     problem_of_caller,
 )
+from holmes_ext.runtime.sockets import network_of
 
 #: Purpose of the connection of `holmes join status`.
 STATUS = "status"
 #: Purpose of a job's connection to read the settings of the run.
 SETTINGS = "settings"
+#: Seconds over which log lines about rejected callers are counted.
+_COMPLAINTS_S = 60.0
+#: Log lines about rejected callers in that time, of each network and in all.
+_COMPLAINTS = 5
+_COMPLAINTS_IN_ALL = 60
 
 
 class JobIdentity(NamedTuple):
@@ -39,6 +45,40 @@ class JobIdentity(NamedTuple):
     job: str
     incarnation: str
     certificate: str  # its SHA-256, in hexadecimal digits
+
+
+class _Complaint(NamedTuple):
+    """Time and network of a rejected connection."""
+
+    time: float
+    network: str
+
+
+class Complaints:
+    """Limit of the log lines about rejected callers, who could flood the log. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._latest: list[_Complaint] = []  # of the last minute
+
+    def add(self, host: str, now: float) -> str | None:
+        """Count a log line about a caller from a host.
+
+        Returns:
+            Ending of the line; None: too many lines were written in the last minute, of the network or in
+            all.
+        """
+        network = network_of(host)
+        self._latest = [
+            complaint for complaint in self._latest if now - complaint.time < _COMPLAINTS_S
+        ]
+        count_of_network = sum(complaint.network == network for complaint in self._latest)
+        if count_of_network >= _COMPLAINTS or len(self._latest) >= _COMPLAINTS_IN_ALL:
+            return None
+        self._latest.append(_Complaint(now, network))
+        # If the limit is reached with this line, the log must say why further callers are missing.
+        if len(self._latest) == _COMPLAINTS_IN_ALL:
+            return "; further callers that are turned away within a minute are not listed"
+        return ""
 
 
 class Gate:

@@ -11,6 +11,7 @@ names the purpose in the handshake:
     redeem      one reply: the certificate of a job that has shown its invitation
     standby     a rank that cannot be called waits for calls (relay.py)
     relay       a rank calls a rank on standby (relay.py)
+    others      services use them (`handlers`)
 
 Protocol of a request:
 
@@ -35,7 +36,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.coordinator.client import IDLE_S, POLL_S
@@ -43,6 +44,7 @@ from holmes_ext.join.coordinator.coordinator import Coordinator
 from holmes_ext.join.coordinator.gate import (
     SETTINGS,
     STATUS,
+    Complaints,
     Gate,
     JobIdentity,
     problem_at_coordinator,
@@ -80,10 +82,11 @@ from holmes_ext.join.sockets.requests import (
     request_memory,
 )
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets import Guest, Listener, listen, network_of
+from holmes_ext.runtime.sockets import Guest, Listener, listen
 from holmes_ext.words import why
 
 #: Function that starts a service beside the coordinator; its context manager ends the service.
+#: A service may answer connections with a purpose of its own, and add a section to the status.
 Service = Callable[["CoordinatorServer"], AbstractContextManager[object]]
 #: Reason in the log for a job that ended without a last heartbeat.
 CLOSED = "its connection was closed"
@@ -96,22 +99,10 @@ _SHORTEST_WAIT_S = 0.01
 _LONGEST_WAIT_S = 0.25
 #: Seconds between two checks for silent jobs.
 _LOOK_S = 1.0
-#: Seconds over which log lines about rejected callers are counted.
-_COMPLAINTS_S = 60.0
-#: Log lines about rejected callers in that time, of each network and in all.
-_COMPLAINTS = 5
-_COMPLAINTS_IN_ALL = 60
 #: Connections of jobs at a time: two of each job, and one of each rank that cannot be called.
 _ADMITTED = 8192
 #: Characters of the name of a job in a request for its shard maps.
 _LONGEST_NAME = 100
-
-
-class Complaint(NamedTuple):
-    """Time and network of a rejected connection; used to limit such lines in the log."""
-
-    time: float
-    network: str
 
 
 class CoordinatorServer:
@@ -147,12 +138,16 @@ class CoordinatorServer:
         self._tell = tell
         self._services = services
         self.relay = relay or PeerRelay()
+        # Of services. Purpose -> function that uses such a connection: (channel, job, incarnation).
+        self.handlers: dict[str, Callable[[Channel, str, str], None]] = {}
+        # Section of the status -> function that returns its content.
+        self.sections: dict[str, Callable[[], Any]] = {}
         # Lock of the coordinator and of these tables; notified when a waiting request may be decided.
         self._changed = threading.Condition()
         # The policies decide when a round begins, with rounds=sync and with rounds=async.
         self._coordinator = Coordinator(time.monotonic(), policies=(LockStepRounds, RollingRounds))
         self._heartbeats: dict[JobIdentity, Channel] = {}  # open connections for heartbeats
-        self._complaints: list[Complaint] = []  # of the last minute; their number is limited
+        self._complaints = Complaints()
         self._logged_events = 0  # number of the coordinator's events that were passed to `tell`
         self._memory = request_memory()
         self._ended = threading.Event()
@@ -232,6 +227,8 @@ class CoordinatorServer:
             case "reachable":
                 reply = {"reachable": is_reachable(guest.host, purpose.get("port"))}
                 channel.send(reply, Deadline(ANSWER_S, "an answer"))
+            case str(use) if use in self.handlers:
+                self.handlers[use](channel, identity.job, identity.incarnation)
 
     def _short_reply(self, host: str, purpose: Purpose) -> dict[str, Any]:
         """Return the reply to a caller that needs one document: status, settings or certificate."""
@@ -265,26 +262,11 @@ class CoordinatorServer:
         self._gate.credentials.revoke(entries)
 
     def _complain(self, host: str, reason: str) -> None:
-        """Log that a caller was rejected, unless the log has many such lines of the last minute.
-
-        The number of lines is limited for each network and in all, so that callers cannot flood the log.
-        """
-        now = time.monotonic()
-        network = network_of(host)
+        """Log that a caller was rejected, unless the log has many such lines of the last minute."""
         with self._changed:
-            self._complaints = [
-                complaint for complaint in self._complaints if now - complaint.time < _COMPLAINTS_S
-            ]
-            count_of_network = sum(complaint.network == network for complaint in self._complaints)
-            if count_of_network >= _COMPLAINTS or len(self._complaints) >= _COMPLAINTS_IN_ALL:
-                return
-            self._complaints.append(Complaint(now, network))
-            is_last = len(self._complaints) == _COMPLAINTS_IN_ALL
-        line = f"a caller from {host} was turned away: {printable(reason)}"
-        # The limit is reached with this line, so the log must say why further callers are missing.
-        if is_last:
-            line += "; further callers that are turned away within a minute are not listed"
-        self._tell(line)
+            ending = self._complaints.add(host, time.monotonic())
+        if ending is not None:
+            self._tell(f"a caller from {host} was turned away: {printable(reason)}{ending}")
 
     def _receive_heartbeats(self, channel: Channel, identity: JobIdentity) -> None:
         """Receive the heartbeats of a job until its connection closes; then the job is gone."""
@@ -473,6 +455,7 @@ class CoordinatorServer:
             its state, seconds since its last heartbeat, `lag_s` (seconds from the opening of its last
             round until it was ready), rounds with and without it, bytes relayed for it, and telemetry.
         """
+        sections = {name: content() for name, content in self.sections.items()}
         with self._changed:
             state = self._coordinator.state
             relayed_bytes = self.relay.counted()
@@ -497,4 +480,5 @@ class CoordinatorServer:
                 "up_s": round(now - state.started, 1),
                 "jobs": jobs,
                 "events": state.events[-_STATUS_EVENTS:],
+                **sections,
             }

@@ -29,6 +29,7 @@ from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import Guest, Listener, address_text, listen
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.watch import nics
+from holmes_ext.units import parse_address
 from holmes_ext.words import tell_user, why
 
 #: Seconds between two writes of the file.
@@ -230,7 +231,8 @@ class Metrics:
 
     def __init__(
         self,
-        collector: Collector,
+        collector: Any,
+        flag: str,
         destination: str,
         write: Callable[[], None] | None,
         shut: Callable[[], None],
@@ -239,11 +241,13 @@ class Metrics:
 
         Args:
             collector: Holds the values.
+            flag: The user's option with its value, for messages.
             destination: URL of the port, or path of the file, for messages.
             write: Writes the file; None if a port is open.
             shut: Closes the port; does nothing for a file.
         """
         self.destination = destination
+        self._flag = flag
         self._collector = collector
         self._write = write
         self._shut = shut
@@ -256,7 +260,7 @@ class Metrics:
             self.write()
 
     def write(self) -> None:
-        """Write all metrics, as Prometheus text, into the file of --holmes-metrics FILE.prom.
+        """Write all metrics, as Prometheus text, into the file if they are exported through one.
 
         If the metrics are exported through a port, nothing is done. After an error, a line is
         printed, and nothing is written any more.
@@ -267,9 +271,7 @@ class Metrics:
         try:
             self._write()
         except OSError as error:
-            tell_user(
-                f"--holmes-metrics {self.destination}: no more metrics ({why(error)}); training goes on"
-            )
+            tell_user(f"{self._flag}: no more metrics ({why(error)}); all else goes on")
             self._write = None  # later calls do nothing
 
     def close(self) -> None:
@@ -291,19 +293,32 @@ def open_metrics(options: Options, process: Process) -> Metrics | None:
     """
     if not options.metrics or process.local_rank:
         return None
-    flag = f"--holmes-metrics {options.metrics}"
+    return export(f"--holmes-metrics {options.metrics}", options.metrics, Collector())
+
+
+def export(flag: str, destination: str, collector: Any) -> Metrics:
+    """Export the metrics of a collector through a port or a file.
+
+    Args:
+        flag: The user's option with its value, for messages.
+        destination: PORT, HOST:PORT or FILE.prom; its form has been checked.
+        collector: Collector of prometheus_client. Its take() gets the documents of Metrics.take().
+
+    Raises:
+        HolmesError: prometheus_client is not installed, the port is in use, or the file's folder cannot be
+            written.
+    """
     try:
         from prometheus_client import CollectorRegistry, generate_latest, write_to_textfile
     except ModuleNotFoundError:
         raise HolmesError(
             f"{flag}: prometheus_client is not installed; pip install 'holmes_ext[metrics]'"
         ) from None
-    collector = Collector()
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
 
-    if options.metrics.endswith(".prom"):
-        path = Path(options.metrics).absolute()
+    if destination.endswith(".prom"):
+        path = Path(destination).absolute()
         if not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
             raise HolmesError(
                 f"{flag}: {path.parent} is no folder that can be written; name a file in node_exporter's"
@@ -313,9 +328,9 @@ def open_metrics(options: Options, process: Process) -> Metrics | None:
         def write() -> None:
             write_to_textfile(str(path), registry)
 
-        return Metrics(collector, str(path), write, _nothing_to_close)
+        return Metrics(collector, flag, str(path), write, _nothing_to_close)
 
-    host, port = options.metrics_address
+    host, port = parse_address(destination)
     address = address_text(host, port)
     try:
         listening = listen(host, port)
@@ -336,7 +351,8 @@ def open_metrics(options: Options, process: Process) -> Metrics | None:
         per_address=_MOST_REQUESTS_OF_ADDRESS,
     )
     listener.start()
-    return Metrics(collector, f"http://{address}/metrics", write=None, shut=listener.close)
+    url = f"http://{address}/metrics"
+    return Metrics(collector, flag, url, write=None, shut=listener.close)
 
 
 def _answer(guest: Guest, metrics_text: Callable[[], bytes]) -> None:

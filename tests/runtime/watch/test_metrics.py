@@ -191,7 +191,7 @@ def test_a_disk_that_fills_ends_the_file_not_the_job(capsys, tmp_path):
     told.close()
     err = capsys.readouterr().err
     assert (
-        "no more metrics (No space left on device); training goes on" in err
+        "no more metrics (No space left on device); all else goes on" in err
         and err.count("\n") == 1
     )
 

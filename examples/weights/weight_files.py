@@ -1,0 +1,56 @@
+"""Files of a version: a full one is a checkpoint, a delta has the numbers that changed.
+
+holmes does not read these files. Any other format of your training stack is as good.
+"""
+
+import hashlib
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def save_delta(folder, tensors, parent):
+    """Write the numbers of `tensors` that differ from those of `parent`, with their positions."""
+    delta = {}
+    for name, tensor in tensors.items():
+        positions = (tensor.view(-1) != parent[name].view(-1)).nonzero().view(-1)
+        if len(positions):
+            delta[f"{name}:positions"] = positions.int()
+            delta[f"{name}:values"] = tensor.view(-1)[positions]
+    save_file(delta, Path(folder) / "delta.safetensors")
+
+
+def apply_delta(folder, tensors):
+    """Change `tensors` in place to the version of a delta."""
+    delta = load_file(Path(folder) / "delta.safetensors")
+    for name, tensor in tensors.items():
+        if f"{name}:positions" in delta:
+            positions = delta[f"{name}:positions"].long()
+            tensor.view(-1)[positions] = delta[f"{name}:values"]
+
+
+def load(folders):
+    """Return the tensors of a version: a full version, then its deltas."""
+    tensors = {}
+    for file in sorted(Path(folders[0]).glob("*.safetensors")):
+        tensors.update(load_file(file))
+    for folder in folders[1:]:
+        apply_delta(folder, tensors)
+    return tensors
+
+
+def clone(model):
+    """Return a copy of the model's tensors in bfloat16, as they are published."""
+    return {
+        name: tensor.to(torch.bfloat16, copy=True) for name, tensor in model.state_dict().items()
+    }
+
+
+def digest(tensors):
+    """Return the beginning of the SHA-256 of all bits of the tensors."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        total.update(name.encode())
+        total.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()[:16]

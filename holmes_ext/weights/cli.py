@@ -1,0 +1,352 @@
+"""`holmes weights publish`, `commit`, `receive` and `status`: versions of the weights for other sites."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.join.address import PORT, JoinAddress, JoinPlace, parse_address
+from holmes_ext.join.coordinator.client import ask_status
+from holmes_ext.join.identity.job_certificate import (
+    kept_certificates,
+    obtain_certificate,
+    run_on_this_host,
+)
+from holmes_ext.join.sockets.handshake import Credentials, printable
+from holmes_ext.runtime.deadline import Deadline
+from holmes_ext.runtime.sockets import address_text, listen, split_address
+from holmes_ext.units import format_bytes
+from holmes_ext.weights.origin import ask_origin, check_origin
+from holmes_ext.weights.publishing import KEEP, publish_folder, store_of_run
+from holmes_ext.weights.receiver import ReceiverSettings, WeightsReceiver
+from holmes_ext.weights.service import checked_rate
+from holmes_ext.weights.show import progress_bar, show_status
+from holmes_ext.weights.store import VersionStore
+from holmes_ext.words import counted, why
+
+_ABOUT = "Send versions of the weights to other sites, each to each site once."
+_EPILOG = """\
+  holmes join serve                        on the trainer's host
+  holmes join invite east --output FILE    there; FILE then goes to a host of site east
+  holmes weights receive DIR --join east@HOST:PORT --invitation FILE
+                                           on each host of site east, each with an invitation
+  holmes weights publish FOLDER --version 1
+                                           on the trainer's host, for each version
+  holmes weights status                    there
+
+At the sites, DIR/current is the committed version, DIR/NUMBER each staged one.
+"""
+#: Most connections over which a version is pulled.
+_MOST_STREAMS = 32
+#: Most versions that stay.
+_MOST_KEPT = 1000
+#: Number of TCP ports.
+_PORTS = 65536
+#: Seconds until the invitation must be redeemed.
+_CERTIFICATE_S = 60.0
+#: Seconds between two attempts to redeem it.
+_RETRY_S = 1.0
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `holmes weights` to the parser of `holmes`."""
+    parser = subparsers.add_parser(
+        "weights",
+        help="send versions of the weights to other sites",
+        description=_ABOUT,
+        epilog=_EPILOG,
+    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
+    publish = actions.add_parser(
+        "publish",
+        help="publish a folder as a version",
+        description="Publish a folder as a version, on the host of `holmes join serve`. Sites get a copy.",
+    )
+    publish.add_argument("folder", metavar="FOLDER", help="folder with the files of the version")
+    publish.add_argument(
+        "--version", type=int, required=True, help="number of the version, greater than all before"
+    )
+    publish.add_argument(
+        "--parent",
+        type=int,
+        help="version to which FOLDER is a delta (default: it is a full version)",
+    )
+    publish.add_argument(
+        "--stage",
+        action="store_true",
+        help="do not switch to the version before `holmes weights commit` (default: switch when all sites"
+        " have it)",
+    )
+    publish.add_argument(
+        "--keep", type=int, default=KEEP, help=f"newest versions that stay (default: {KEEP})"
+    )
+    commit = actions.add_parser(
+        "commit",
+        help="switch all sites to a version",
+        description="Switch all sites to a version, as soon as all of them have staged it. Run it on the"
+        " host of `holmes join serve`.",
+    )
+    commit.add_argument("version", metavar="VERSION", type=int, help="number of the version")
+    for command in (publish, commit):
+        command.add_argument(
+            "--port", type=int, default=PORT, help=f"port of `holmes join serve` (default: {PORT})"
+        )
+    _add_receive(actions)
+    default_address = f"127.0.0.1:{PORT}"
+    status = actions.add_parser(
+        "status",
+        help="show the versions and the receiving hosts",
+        description="Show the versions and the receiving hosts. Run it on the host of `holmes join serve`, or"
+        " where a receiving host has joined.",
+    )
+    status.add_argument(
+        "where",
+        metavar="HOST:PORT",
+        nargs="?",
+        default=default_address,
+        help=f"address of `holmes join serve` (default: {default_address})",
+    )
+    status.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_receive(actions: Any) -> None:
+    """Add `holmes weights receive`."""
+    receive = actions.add_parser(
+        "receive",
+        help="keep a folder up to date with the published versions",
+        description="Keep a folder up to date with the published versions. Of several hosts of a site, one"
+        " pulls over the WAN, and the others pull from it.",
+    )
+    receive.add_argument("folder", metavar="DIR", help="folder in which the versions appear")
+    receive.add_argument(
+        "--join",
+        metavar="SITE@HOST:PORT",
+        required=True,
+        help="name of this site, and address of `holmes join serve`",
+    )
+    receive.add_argument(
+        "--invitation",
+        metavar="FILE",
+        default="",
+        help="invitation from `holmes join invite SITE`, used at the first start of this host",
+    )
+    receive.add_argument(
+        "--streams",
+        type=int,
+        default=4,
+        help="connections over which a version is pulled (default: 4)",
+    )
+    receive.add_argument(
+        "--rate",
+        default="",
+        help="rate that pulling over the WAN takes at most, such as 200Mb/s (default: no limit)",
+    )
+    receive.add_argument(
+        "--keep", type=int, default=3, help="newest versions that stay (default: 3)"
+    )
+    receive.add_argument(
+        "--port",
+        type=int,
+        default=0,
+        help="port on which other hosts of the site pull from this one (default: any free one)",
+    )
+    receive.add_argument(
+        "--address",
+        metavar="HOST",
+        default="",
+        help="host that they call (default: the address from which HOST:PORT is reached)",
+    )
+    receive.add_argument(
+        "--once", action="store_true", help="end as soon as the committed version is here"
+    )
+    receive.add_argument("--json", action="store_true", help="print a JSON line for each event")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; return its exit status.
+
+    Raises:
+        HolmesError: An argument is not valid, or the command fails.
+    """
+    match args.action:
+        case "publish":
+            return _publish(args)
+        case "commit":
+            return _commit(args)
+        case "receive":
+            return _receive(args)
+    return _status(args)
+
+
+def _publish(args: argparse.Namespace) -> int:
+    _check_number(args, "keep", least=1, most=_MOST_KEPT)
+    store = _store(args)
+    manifest = publish_folder(
+        Path(args.folder),
+        store,
+        args.version,
+        parent=args.parent,
+        commits=not args.stage,
+        keep=args.keep,
+    )
+    size = format_bytes(manifest.bytes)
+    print(
+        f"holmes: version {args.version} is published: {counted(len(manifest.files), 'file')}, {size}"
+    )
+    return 0
+
+
+def _commit(args: argparse.Namespace) -> int:
+    store = _store(args)
+    if not store.has(args.version):
+        known = ", ".join(map(str, store.versions())) or "none"
+        raise HolmesError(
+            f"holmes weights commit: version {args.version} is not published; published are: {known}"
+        )
+    store.want(args.version)
+    print(f"holmes: version {args.version} is committed as soon as all sites have staged it")
+    return 0
+
+
+def _store(args: argparse.Namespace) -> VersionStore:
+    _check_number(args, "port", least=0, most=_PORTS - 1)
+    return store_of_run(os.environ, args.port)
+
+
+def _check_number(args: argparse.Namespace, name: str, least: int, most: int) -> None:
+    value = getattr(args, name)
+    if not least <= value <= most:
+        raise HolmesError(
+            f"holmes weights {args.action}: --{name} {value} is not a number from {least} to {most}"
+        )
+
+
+def _receive(args: argparse.Namespace) -> int:
+    """Receive versions until the command is interrupted, or with --once until it is up to date.
+
+    Raises:
+        HolmesError: An argument is not valid, this site is refused, or the disk is full.
+    """
+    _check_number(args, "streams", least=1, most=_MOST_STREAMS)
+    _check_number(args, "keep", least=1, most=_MOST_KEPT)
+    _check_number(args, "port", least=0, most=_PORTS - 1)
+    settings = ReceiverSettings(
+        streams=args.streams,
+        keep=args.keep,
+        bits_per_second=checked_rate(args.rate, "--rate") if args.rate else 0.0,
+        address=args.address,
+        is_once=args.once,
+    )
+    store = VersionStore(Path(args.folder))
+    store.make()
+    with store.adding(), suppress(KeyboardInterrupt):
+        place = _place(args)
+        check_origin(store, ask_origin(place))
+        try:
+            listening = listen("", args.port)
+        except OSError as error:
+            raise HolmesError(
+                f"holmes weights receive: port {args.port} cannot be listened on ({why(error)}); give"
+                " another --port"
+            ) from None
+        events = _Events(args.json)
+        receiver = WeightsReceiver(store, place, listening, settings, tell=events.tell)
+        with progress_bar(receiver, is_quiet=args.json):
+            receiver.run()
+    return 0
+
+
+def _place(args: argparse.Namespace) -> JoinPlace:
+    """Return the service's address and the certificate of this site, after redeeming the invitation."""
+    try:
+        address = parse_address(args.join)
+    except HolmesError as error:
+        raise HolmesError(str(error).replace("--holmes-join", "--join", 1)) from None
+    end = Deadline(_CERTIFICATE_S, "the certificate")
+    while True:
+        try:
+            deadline = end.part(_CERTIFICATE_S, "the certificate")
+            certificate = obtain_certificate(address, args.invitation, os.environ, deadline)
+            return JoinPlace(address, certificate.credentials())
+        except OSError as error:
+            if end.left < _RETRY_S:
+                where = address_text(address.host, address.port)
+                raise HolmesError(
+                    f"no service answers at {where} ({why(error)}); is `holmes join serve` running there?"
+                ) from None
+            time.sleep(_RETRY_S)
+        except HolmesError as error:
+            message = str(error).replace("--holmes-join-invitation", "--invitation")
+            raise HolmesError(message.replace("--holmes-join", "--join")) from None
+
+
+class _Events:
+    """Prints the events of a receiving host: a line of text, or of JSON, each."""
+
+    def __init__(self, is_json: bool):
+        self._is_json = is_json
+
+    def tell(self, event: dict[str, Any]) -> None:
+        """Print an event; called by several threads."""
+        if self._is_json:
+            text = json.dumps(event)
+        else:
+            text = f"{time.strftime('%H:%M:%S')} {_event_text(event)}"
+        try:
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+        except OSError:  # the reader of the pipe has gone; receiving must go on
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
+
+
+def _event_text(event: dict[str, Any]) -> str:
+    match event["event"]:
+        case "staged":
+            size = format_bytes(event["bytes"])
+            return (
+                f"version {event['version']} is staged: {size} in {event['seconds']:.1f} s"
+                f" from {event['source']}"
+            )
+        case "committed":
+            return f"version {event['version']} is committed"
+        case "broken":
+            return printable(f"the transfer from {event['source']} broke: {event['reason']}")
+    return printable(f"the connection to the service is lost: {event['reason']}")
+
+
+def _status(args: argparse.Namespace) -> int:
+    """Print the versions and the receiving hosts; return exit status 0."""
+    try:
+        host, port = split_address(args.where)
+    except ValueError:
+        raise HolmesError(f"holmes weights status: {args.where!r:.100} is not HOST:PORT") from None
+    status = ask_status(host, port, _status_credentials(host, port)).get("weights")
+    if not isinstance(status, dict):
+        raise HolmesError(
+            f"{args.where}: serves no weights; install the same holmes_ext there, and restart it"
+        )
+    if args.json:
+        print(json.dumps(status))
+        return 0
+    show_status(status)
+    return 0
+
+
+def _status_credentials(host: str, port: int) -> Credentials:
+    """Return credentials of a run on this host, or of a site that has joined from here."""
+    run_folder = run_on_this_host(JoinAddress("", host, port), os.environ)
+    if run_folder is not None:
+        return run_folder.credentials()
+    for certificate in kept_certificates(host, port, os.environ):
+        return certificate.credentials()
+    raise HolmesError(
+        f"holmes weights status: this user has no certificate for {address_text(host, port)}; run it on the"
+        " host of `holmes join serve`, or on a receiving host, with the same HOST:PORT"
+    )

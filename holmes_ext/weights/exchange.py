@@ -1,0 +1,217 @@
+"""Protocol by which chunks of versions are pulled: the sender's and the receiver's part of a stream.
+
+    {"op": "manifest", "version": N}            -> {"manifest": {...}}
+    {"op": "read", "version": N, "chunk": I}    -> {"length": L}, then L bytes
+
+An error is {"error": one line}. The receiver sends further requests before the answer to the first has
+come, so a stream is busy in spite of the round trip. Both ends limit the time of each part of a chunk: a
+link that is cut ends the stream, and the receiver opens another one for the chunks that are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.join.sockets.channel import FRAME_BYTES, Channel
+from holmes_ext.join.sockets.handshake import Refused, printable
+from holmes_ext.runtime.deadline import Deadline
+from holmes_ext.weights.manifest import CHUNK_BYTES, VersionManifest
+from holmes_ext.weights.rate import RateLimit
+from holmes_ext.weights.store import ChunkReader, StagedVersion, VersionStore
+
+#: Purpose of a connection for weights, in the handshake of joined jobs.
+PURPOSE = "weights"
+#: Seconds for a part of a chunk (FRAME_BYTES), for a request, and for an answer.
+PART_S = 20.0
+#: Seconds that a chunk may take to arrive before it can be sent on.
+_ARRIVAL_S = 15.0
+#: Bytes of the longest request: the report of a host.
+_LONGEST_REQUEST = 2**20
+#: Bytes of the longest answer: a manifest of 500,000 chunks.
+_LONGEST_ANSWER = 64 * 2**20
+
+
+class SendingStream:
+    """Sender's part of one connection: answers requests for manifests and chunks.
+
+    Args:
+        channel: Connection to the receiver.
+        store: The store whose versions are sent.
+        limit: Limit on the rate, for all streams of this process.
+        on_bytes: Called with the number of bytes of each part that was sent.
+        arriving: Returns the version that this process receives now; None: it receives none. Its chunks are
+            sent as soon as they are written.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        store: VersionStore,
+        limit: RateLimit,
+        on_bytes: Callable[[int], None] = lambda count: None,
+        arriving: Callable[[], StagedVersion | None] = lambda: None,
+    ):
+        self._channel = channel
+        self._store = store
+        self._reader = ChunkReader(store)
+        self._limit = limit
+        self._on_bytes = on_bytes
+        self._arriving = arriving
+
+    def next_request(self) -> dict[str, Any]:
+        """Wait for the next request.
+
+        Raises:
+            OSError: None came within PART_S seconds, or the connection is lost.
+        """
+        return self._channel.receive(Deadline(PART_S, "a request"), _LONGEST_REQUEST)
+
+    def reply(self, document: dict[str, Any]) -> None:
+        """Send a document as the answer to a request."""
+        self._channel.send(document, Deadline(PART_S, "an answer"))
+
+    def answer(self, request: dict[str, Any]) -> None:
+        """Answer a request for a manifest or a chunk.
+
+        Raises:
+            OSError: The connection is lost, or the receiver does not take the bytes.
+        """
+        try:
+            version = _whole_number(request, "version")
+            if request.get("op") == "manifest":
+                self.reply({"manifest": _document_of(self._manifest(version))})
+                return
+            if request.get("op") != "read":
+                raise HolmesError(f"there is no request {str(request.get('op'))!r:.40}")
+            data = self._chunk(version, _whole_number(request, "chunk"))
+        except HolmesError as error:
+            self.reply({"error": str(error)})
+            return
+        self.reply({"length": len(data)})
+        for part in _parts(memoryview(data)):
+            self._limit.take(len(part))
+            self._channel.send_bytes([part], Deadline(PART_S, "a part of a chunk"))
+            self._on_bytes(len(part))
+
+    def _manifest(self, version: int) -> VersionManifest:
+        staged = self._arriving()
+        if staged is not None and staged.manifest.version == version:
+            return staged.manifest
+        return self._store.manifest(version)
+
+    def _chunk(self, version: int, index: int) -> bytes:
+        """Return a chunk, after waiting for it if the version is arriving."""
+        staged = self._arriving()
+        is_arriving = staged is not None and staged.manifest.version == version
+        if staged is not None and is_arriving and 0 <= index < len(staged.manifest.chunks):
+            data = staged.wait_for(index, _ARRIVAL_S)
+            if data is not None:
+                return data
+        return self._reader.read(version, index)
+
+
+class ReceivingStream:
+    """Receiver's part of one connection.
+
+    Args:
+        channel: Connection to the sender.
+        source: Name of the sender in error messages.
+        limit: Limit on the rate, for all streams of this process.
+        on_bytes: Called with the number of bytes of each part that has arrived.
+    """
+
+    def __init__(
+        self, channel: Channel, source: str, limit: RateLimit, on_bytes: Callable[[int], None]
+    ):
+        self._channel = channel
+        self._source = source
+        self._limit = limit
+        self._on_bytes = on_bytes
+        self._buffer = memoryview(bytearray(CHUNK_BYTES))
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send a request, and return the answer.
+
+        Raises:
+            Refused: The answer is an error.
+            OSError: No answer came within PART_S seconds, or the connection is lost.
+        """
+        self._channel.send(request, Deadline(PART_S, "a request"))
+        return self._answer()
+
+    def manifest(self, version: int) -> VersionManifest:
+        """Return the manifest of a version.
+
+        Raises:
+            HolmesError: The sender has no such version, or the manifest is not valid.
+            OSError: The connection is lost.
+        """
+        answer = self.ask({"op": "manifest", "version": version})
+        document = answer.get("manifest")
+        if not isinstance(document, dict):
+            raise HolmesError(f"{self._source}: sent no manifest of version {version}")
+        manifest = VersionManifest.of_document(document, f"{self._source}: version {version}")
+        if manifest.version != version:
+            raise HolmesError(f"{self._source}: sent version {manifest.version}, not {version}")
+        return manifest
+
+    def request_chunk(self, version: int, index: int) -> None:
+        """Send a request for a chunk; chunk() returns the chunks in the order of the requests."""
+        request = {"op": "read", "version": version, "chunk": index}
+        self._channel.send(request, Deadline(PART_S, "a request"))
+
+    def chunk(self, length: int) -> memoryview:
+        """Return the next chunk that was requested; it is valid until the next call.
+
+        Args:
+            length: Bytes of the chunk, by the manifest.
+
+        Raises:
+            Refused: The sender cannot read it.
+            OSError: The connection is lost, or a part has not come within PART_S seconds.
+        """
+        answer = self._answer()
+        if answer.get("length") != length:
+            raise ConnectionError(f"{self._source} sent a chunk of another length")
+        data = self._buffer[:length]
+        for part in _parts(data):
+            self._limit.take(len(part))
+            self._channel.receive_bytes([part], Deadline(PART_S, "a part of a chunk"))
+            self._on_bytes(len(part))
+        return data
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+    def _answer(self) -> dict[str, Any]:
+        answer = self._channel.receive(Deadline(PART_S, "an answer"), _LONGEST_ANSWER)
+        if "error" in answer:
+            raise Refused(f"{self._source}: {printable(str(answer['error']))}")
+        return answer
+
+
+def _parts(data: memoryview) -> list[memoryview]:
+    """Return the parts of a chunk: one frame of the channel each."""
+    return [data[start : start + FRAME_BYTES] for start in range(0, len(data), FRAME_BYTES)]
+
+
+def _document_of(manifest: VersionManifest) -> dict[str, Any]:
+    files = [
+        {"name": file.name, "size": file.size, "chunks": file.chunks} for file in manifest.files
+    ]
+    return {
+        "version": manifest.version,
+        "files": files,
+        "parent": manifest.parent,
+        "format": manifest.format,
+    }
+
+
+def _whole_number(request: dict[str, Any], key: str) -> int:
+    value = request.get(key)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise HolmesError(f"a request has no {key}")
+    return value

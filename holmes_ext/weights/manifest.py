@@ -1,0 +1,175 @@
+"""Manifest of a version of the weights: its files, their sizes, and SHA-256 of each chunk of 8 MiB.
+
+A version is a folder that never changes. The receiver checks each chunk as soon as it arrives, so the
+digests of the chunks prove the whole content. A delta has a parent: the version to which it must be
+applied.
+
+A manifest that came over a network is checked before anything is written: numbers and sizes have limits,
+and no name can lead out of the version's folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+from holmes_ext.document import Table
+from holmes_ext.errors import HolmesError
+
+#: Bytes of a chunk, the unit of transfer. The last chunk of a file may be shorter.
+CHUNK_BYTES = 8 * 2**20
+#: Files of a version.
+MOST_FILES = 10_000
+#: Chunks of a version: 4 TB.
+MOST_CHUNKS = 500_000
+#: Largest number of a version, plus 1.
+MOST_VERSIONS = 10**12
+#: Bytes of a file's name with its folders, and of each part of it.
+_LONGEST_NAME = 1024
+_LONGEST_PART = 255
+_FORMAT = 1
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class VersionChunk(NamedTuple):
+    """Part of a file of a version."""
+
+    file: int  # index in the manifest's files
+    offset: int  # in the file, in bytes
+    length: int  # in bytes
+    digest: str  # SHA-256, in hexadecimal digits
+
+
+@dataclass(frozen=True)
+class VersionFile:
+    """A file of a version."""
+
+    name: str  # relative to the version's folder, with "/" between folders
+    size: int  # in bytes
+    chunks: tuple[str, ...]  # SHA-256 of each chunk, in hexadecimal digits
+
+    def __post_init__(self) -> None:
+        check_file_name(self.name)
+        if not 0 <= self.size <= MOST_CHUNKS * CHUNK_BYTES:
+            raise HolmesError(f"file {self.name!r} cannot have {self.size} bytes")
+        if len(self.chunks) != chunk_count(self.size):
+            raise HolmesError(
+                f"file {self.name!r} of {self.size} bytes has {chunk_count(self.size)} chunks,"
+                f" not {len(self.chunks)}"
+            )
+        for digest in self.chunks:
+            if not _DIGEST.fullmatch(digest):
+                raise HolmesError(f"file {self.name!r}: {digest!r:.80} is not a SHA-256")
+
+
+@dataclass(frozen=True)
+class VersionManifest:
+    """Description of a version: its number, its parent, and its files."""
+
+    version: int
+    files: tuple[VersionFile, ...]
+    parent: int | None = None  # version to which this delta is applied; None: a full version
+    format: int = _FORMAT  # of this document
+
+    def __post_init__(self) -> None:
+        if self.format != _FORMAT:
+            raise HolmesError(
+                f"format {self.format} is not {_FORMAT}; install the same holmes_ext everywhere"
+            )
+        check_version(self.version)
+        if self.parent is not None:
+            check_parent(self.version, self.parent)
+        if not 0 < len(self.files) <= MOST_FILES:
+            raise HolmesError(f"a version has 1 to {MOST_FILES} files, not {len(self.files)}")
+        if sum(len(file.chunks) for file in self.files) > MOST_CHUNKS:
+            raise HolmesError(f"a version has at most {MOST_CHUNKS * CHUNK_BYTES} bytes")
+        _check_paths([file.name for file in self.files])
+
+    @property
+    def bytes(self) -> int:
+        """Return the sum of the sizes of all files."""
+        return sum(file.size for file in self.files)
+
+    @cached_property
+    def chunks(self) -> tuple[VersionChunk, ...]:
+        """Return the chunks of all files, in the order of the files."""
+        found = []
+        for index, file in enumerate(self.files):
+            for number, digest in enumerate(file.chunks):
+                offset = number * CHUNK_BYTES
+                length = min(CHUNK_BYTES, file.size - offset)
+                found.append(VersionChunk(index, offset, length, digest))
+        return tuple(found)
+
+    @cached_property
+    def digest(self) -> str:
+        """Return the SHA-256 of the manifest, which identifies the version's content."""
+        return hashlib.sha256(self.text().encode()).hexdigest()
+
+    def text(self) -> str:
+        """Return the manifest as JSON."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def of_document(cls, document: dict[str, Any], source: str) -> VersionManifest:
+        """Return the manifest in a parsed JSON document.
+
+        Args:
+            document: The document.
+            source: Name of the sender or file, with which error messages begin.
+
+        Raises:
+            HolmesError: The document is no valid manifest.
+        """
+        return Table(document, source).into(cls)
+
+
+def check_version(version: int) -> None:
+    """Raise HolmesError if a number cannot be that of a version."""
+    if not 0 <= version < MOST_VERSIONS:
+        raise HolmesError(f"version {version} is not a whole number from 0 to {MOST_VERSIONS - 1}")
+
+
+def check_parent(version: int, parent: int) -> None:
+    """Raise HolmesError if a version cannot be a delta to a parent."""
+    check_version(parent)
+    if parent >= version:
+        raise HolmesError(f"version {version} cannot be a delta to {parent}; a parent is older")
+
+
+def chunk_count(size: int) -> int:
+    """Return the number of chunks of a file of `size` bytes."""
+    return -(-size // CHUNK_BYTES)
+
+
+def check_file_name(name: str) -> None:
+    """Raise HolmesError if a name could lead out of the version's folder, or is no name of a file."""
+    parts = name.split("/")
+    is_text = name.isprintable() and "\\" not in name
+    if not is_text or len(name.encode()) > _LONGEST_NAME:
+        raise HolmesError(
+            f"{name!r:.200} is no name of a file: printable characters without '\\',"
+            f" at most {_LONGEST_NAME} bytes"
+        )
+    for part in parts:
+        if part in ("", ".", "..") or len(part.encode()) > _LONGEST_PART:
+            raise HolmesError(f"{name!r:.200} is not the name of a file inside a version's folder")
+
+
+def _check_paths(names: Iterable[str]) -> None:
+    """Raise HolmesError if two files have the same name, or one is also the folder of another."""
+    known: set[str] = set()
+    for name in names:
+        if name in known:
+            raise HolmesError(f"file {name!r} occurs twice")
+        known.add(name)
+    for name in known:
+        for folder in PurePosixPath(name).parents:
+            if str(folder) in known:
+                raise HolmesError(f"{str(folder)!r} is both a file and a folder")

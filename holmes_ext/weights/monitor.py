@@ -1,0 +1,209 @@
+"""State of all receiving hosts over time: rate and lag of each, for `holmes weights status` and Prometheus.
+
+Metrics are exported with HOLMES_WEIGHTS_METRICS, by `holmes join serve`:
+
+    PORT        http://127.0.0.1:PORT/metrics, for a Prometheus server or agent on this host
+    HOST:PORT   the same at this host's address HOST; 0.0.0.0 for all addresses
+    FILE.prom   the same text in a file, for the textfile collector of node_exporter
+
+prometheus_client is optional: pip install 'holmes_ext[metrics]'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.watch.metrics import Family, export
+from holmes_ext.units import parse_address
+
+#: Variable that says where metrics are exported.
+METRICS_VARIABLE = "HOLMES_WEIGHTS_METRICS"
+#: Seconds between two samples of the received bytes of all hosts.
+_SAMPLE_S = 1.0
+#: Samples over which a rate is the mean.
+_SAMPLES = 3
+_MOST_PORTS = 65536
+
+_HOST = ("site", "host")
+FAMILIES = {
+    "holmes_weights_published_version": Family("newest published version"),
+    "holmes_weights_committed_version": Family("version to which sites switch now"),
+    "holmes_weights_sent_bytes_total": Family("bytes sent to a site over the WAN", ("site",)),
+    "holmes_weights_staged_version": Family("newest complete version of a host", _HOST),
+    "holmes_weights_current_version": Family("version that a host uses", _HOST),
+    "holmes_weights_received_bytes_total": Family(
+        "bytes that a host has received since its start, over the WAN or from a host of its site",
+        (*_HOST, "source"),
+    ),
+    "holmes_weights_receive_bits_per_second": Family("rate at which a host receives", _HOST),
+    "holmes_weights_lag_seconds": Family(
+        "seconds for which a version has been published that a host does not have completely", _HOST
+    ),
+}
+
+
+class ReceivedSample(NamedTuple):
+    """Bytes that a host has received."""
+
+    seconds: float  # by time.monotonic()
+    received: int
+
+
+class Monitor:
+    """Adds rate and lag to the status of the service, from samples of it over time.
+
+    Args:
+        status: Returns the state of the service, without rates and lags.
+        published_at: Returns when a version was published, in seconds since 1970; None: it was removed.
+        origin: Identity of the service's store.
+    """
+
+    def __init__(
+        self,
+        status: Callable[[], dict[str, Any]],
+        published_at: Callable[[int], float | None],
+        origin: str = "",
+    ):
+        self._status = status
+        self._origin = origin
+        self._published_at = published_at
+        self._lock = threading.Lock()  # of the samples
+        self._samples: dict[
+            str, deque[ReceivedSample]
+        ] = {}  # address of a host -> the newest samples
+
+    def sample(self, now: float) -> None:
+        """Record what each host has received until `now`, by time.monotonic()."""
+        hosts = self._status()["hosts"]
+        with self._lock:
+            before = self._samples
+            self._samples = {}
+            for host in hosts:
+                address = str(host["address"])
+                samples = before.get(address) or deque(maxlen=_SAMPLES)
+                samples.append(ReceivedSample(now, host["wan_bytes"] + host["site_bytes"]))
+                self._samples[address] = samples
+
+    def status(self) -> dict[str, Any]:
+        """Return the state of the service, as `holmes weights status --json` prints it."""
+        status = self._status()
+        for host in status["hosts"]:
+            host["bits_per_second"] = round(self._bits_per_second(str(host["address"])))
+            host["lag_s"] = round(self._lag_s(host["newest"], status["versions"]), 1)
+        return {"origin": self._origin, **status}
+
+    def _bits_per_second(self, address: str) -> float:
+        """Return the mean rate of a host over the last samples, in bits/s."""
+        with self._lock:
+            samples = list(self._samples.get(address, ()))
+        if not samples or samples[-1].seconds == samples[0].seconds:
+            return 0.0
+        received = samples[-1].received - samples[0].received
+        return 8 * received / (samples[-1].seconds - samples[0].seconds)
+
+    def _lag_s(self, newest: int | None, published: list[int]) -> float:
+        """Return for how long a version has been published that a host does not have, in seconds.
+
+        Args:
+            newest: Newest complete version of the host; None: it has none.
+            published: All published versions, in ascending order.
+        """
+        for version in published:
+            if newest is None or version > newest:
+                published_at = self._published_at(version)
+                if published_at is not None:
+                    return max(0.0, time.time() - published_at)
+        return 0.0
+
+    def collect(self) -> Iterator[Any]:
+        """Yield all metrics with their values. prometheus_client calls this method for each request."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        values = metric_values(self.status())
+        for name, family in FAMILIES.items():
+            metric_class = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            metric = metric_class(name, family.help, labels=family.labels)
+            for labels, value in sorted(values[name].items()):
+                metric.add_metric(labels, value)
+            if metric.samples:
+                yield metric
+
+    def take(self, document: dict[str, Any]) -> None:
+        """Do nothing: collect() reads the current state."""
+
+
+def metric_values(status: dict[str, Any]) -> dict[str, dict[tuple[str, ...], float]]:
+    """Return the values of all metrics: name -> values of the labels -> value.
+
+    Processes with the same host name at the same site, as in containers, count as one host: its versions are
+    the oldest of theirs, its bytes the sum.
+    """
+    values: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
+    if status["versions"]:
+        values["holmes_weights_published_version"][()] = status["versions"][-1]
+    if status["current"] is not None:
+        values["holmes_weights_committed_version"][()] = status["current"]
+    for site, count in status["sent_bytes"].items():
+        values["holmes_weights_sent_bytes_total"][(site,)] = count
+
+    for host in status["hosts"]:
+        labels = (str(host["site"]), str(host["host"]))
+        for state, version in (("staged", host["newest"]), ("current", host["current"])):
+            if version is not None:
+                versions = values[f"holmes_weights_{state}_version"]
+                versions[labels] = min(version, versions.get(labels, version))
+        lags = values["holmes_weights_lag_seconds"]
+        lags[labels] = max(host["lag_s"], lags.get(labels, 0.0))
+        rates = values["holmes_weights_receive_bits_per_second"]
+        rates[labels] = host["bits_per_second"] + rates.get(labels, 0.0)
+        received = values["holmes_weights_received_bytes_total"]
+        for source in ("wan", "site"):
+            bytes_before = received.get((*labels, source), 0)
+            received[(*labels, source)] = bytes_before + host[f"{source}_bytes"]
+    return values
+
+
+@contextlib.contextmanager
+def monitored(monitor: Monitor, environ: Mapping[str, str]) -> Iterator[None]:
+    """ReceivedSample the state of all hosts while the block runs, and export metrics if the user wants them.
+
+    Raises:
+        HolmesError: HOLMES_WEIGHTS_METRICS cannot be used.
+    """
+    destination = environ.get(METRICS_VARIABLE, "")
+    metrics = None
+    if destination:
+        _check_destination(destination)
+        metrics = export(f"{METRICS_VARIABLE}={destination}", destination, monitor)
+    ended = threading.Event()
+
+    def sample_until_end() -> None:
+        while not ended.wait(_SAMPLE_S):
+            monitor.sample(time.monotonic())
+            if metrics is not None:
+                metrics.write()
+
+    thread = threading.Thread(target=sample_until_end, name="holmes-weights-monitor", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        if metrics is not None:
+            metrics.close()
+
+
+def _check_destination(destination: str) -> None:
+    is_address = 0 < parse_address(destination).port < _MOST_PORTS
+    if not is_address and not destination.endswith(".prom"):
+        raise HolmesError(
+            f"{METRICS_VARIABLE}: {destination!r:.100} is neither PORT nor HOST:PORT (1 to 65535) nor"
+            " FILE.prom"
+        )

@@ -1,0 +1,220 @@
+"""Publishes a folder as a version of the weights: copies it into the store of `holmes join serve`.
+
+The folder is read once. Its chunks are hashed while they are copied, so the manifest describes exactly the
+bytes that receivers get. A folder that changes meanwhile is refused. After an error, the store is as
+before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.join.identity.run_folder import RunFolder
+from holmes_ext.weights.manifest import (
+    CHUNK_BYTES,
+    MOST_FILES,
+    VersionFile,
+    VersionManifest,
+    check_file_name,
+    check_parent,
+    check_version,
+)
+from holmes_ext.weights.store import VersionStore, sync_folder
+from holmes_ext.words import why
+
+#: Variable with the folder for published versions.
+STORE_VARIABLE = "HOLMES_WEIGHTS_STORE"
+#: Versions that the store keeps by default.
+KEEP = 8
+
+
+class _Stamp(NamedTuple):
+    """What changes if a file is written to or replaced."""
+
+    size: int  # in bytes
+    modified_ns: int
+    inode: int
+
+
+def store_of_run(environ: Mapping[str, str], port: int) -> VersionStore:
+    """Return the store of the `holmes join serve` on a port of this host.
+
+    Raises:
+        HolmesError: This user has started no such run here.
+    """
+    run = RunFolder.of_port(environ, port)
+    if not run.path.is_dir():
+        raise HolmesError(
+            f"{run.path}: there is no run; start `holmes join serve` on this host first, with the same"
+            " port and as the same user"
+        )
+    named_folder = environ.get(STORE_VARIABLE)
+    return VersionStore(Path(named_folder) if named_folder else run.path / "weights")
+
+
+def publish_folder(
+    folder: Path,
+    store: VersionStore,
+    version: int,
+    parent: int | None = None,
+    commits: bool = True,
+    keep: int = KEEP,
+) -> VersionManifest:
+    """Copy a folder into a store as a new version.
+
+    Args:
+        folder: The folder. Nothing may change it meanwhile.
+        store: Store of the run.
+        version: Number of the version, greater than those of all versions before.
+        parent: Version to which the folder is a delta; None: it is a full version.
+        commits: All sites switch to the version as soon as they have staged it. False: only after
+            `holmes weights commit`.
+        keep: How many of the newest versions stay in the store.
+
+    Raises:
+        HolmesError: The folder, a number or the store cannot be used, or the folder changes.
+    """
+    store.make()
+    with store.adding():
+        _check_numbers(store, version, parent)
+        stamps = _stamps_of(folder)
+        try:
+            manifest = _copy(folder, stamps, store, version, parent)
+        except OSError as error:
+            raise HolmesError(
+                f"version {version} cannot be written to {store.path} ({why(error)}); make space, or set"
+                f" {STORE_VARIABLE} to another folder"
+            ) from None
+        if commits:
+            store.want(version)
+        store.remove_old(keep)
+    return manifest
+
+
+def _check_numbers(store: VersionStore, version: int, parent: int | None) -> None:
+    """Raise HolmesError if the store cannot take a version with this number and parent."""
+    check_version(version)
+    versions = store.versions()
+    if version in versions:
+        raise HolmesError(f"version {version} is published already; a version never changes")
+    if versions and version < versions[-1]:
+        raise HolmesError(
+            f"version {version} is older than {versions[-1]}, which is published; numbers must grow"
+        )
+    if parent is not None:
+        check_parent(version, parent)
+        if parent not in versions:
+            raise HolmesError(
+                f"version {version} is a delta to {parent}, which is not published; publish a full version"
+            )
+        store.chain(parent)
+
+
+def _stamps_of(folder: Path) -> dict[str, _Stamp]:
+    """Return the files of a folder: name relative to the folder -> what shows a change.
+
+    Raises:
+        HolmesError: The folder has no files, too many, or links; or it cannot be read.
+    """
+    if not folder.is_dir():
+        raise HolmesError(f"{folder}: is no folder; name the folder with the version's files")
+    stamps: dict[str, _Stamp] = {}
+    try:
+        _add_stamps(folder, "", stamps)
+    except OSError as error:
+        raise HolmesError(f"{folder}: cannot be read ({why(error)})") from None
+    if not stamps:
+        raise HolmesError(f"{folder}: has no files")
+    return dict(sorted(stamps.items()))
+
+
+def _add_stamps(folder: Path, prefix: str, stamps: dict[str, _Stamp]) -> None:
+    """Add the files of a folder and its sub-folders to `stamps`; their names begin with `prefix`."""
+    for entry in os.scandir(folder):
+        name = prefix + entry.name
+        check_file_name(name)
+        state = entry.stat(follow_symlinks=False)
+        if stat.S_ISDIR(state.st_mode):
+            _add_stamps(Path(entry.path), f"{name}/", stamps)
+        elif stat.S_ISREG(state.st_mode):
+            stamps[name] = _stamp(state)
+        else:
+            raise HolmesError(
+                f"{entry.path}: is a link or no regular file; publish a folder of regular files"
+            )
+        if len(stamps) > MOST_FILES:
+            raise HolmesError(f"{folder}: has more than {MOST_FILES} files; pack them")
+
+
+def _stamp(state: os.stat_result) -> _Stamp:
+    return _Stamp(state.st_size, state.st_mtime_ns, state.st_ino)
+
+
+def _copy(
+    folder: Path, stamps: dict[str, _Stamp], store: VersionStore, version: int, parent: int | None
+) -> VersionManifest:
+    """Copy the files of a folder to a temporary folder of the store, and make the version appear."""
+    partial = store.publishing(version)
+    try:
+        files = []
+        for name, stamp in stamps.items():
+            files.append(_copy_file(folder, name, stamp, partial))
+        if _stamps_of(folder) != stamps:
+            raise _changed(folder)
+        for path in partial.rglob("*"):
+            if path.is_dir():
+                sync_folder(path)
+        sync_folder(partial)
+        manifest = VersionManifest(version=version, files=tuple(files), parent=parent)
+        store.appear(manifest, partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return manifest
+
+
+def _copy_file(folder: Path, name: str, stamp: _Stamp, target_folder: Path) -> VersionFile:
+    """Copy a file, and return its entry of the manifest.
+
+    Raises:
+        HolmesError: The file is not as `stamp` says any more.
+        OSError: It cannot be copied.
+    """
+    target = target_folder / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        raise _changed(folder) from None
+    digests = []
+    size = 0
+    with open(descriptor, "rb", buffering=0) as source, open(target, "xb", buffering=0) as copy:
+        while chunk := source.read(CHUNK_BYTES):
+            digests.append(hashlib.sha256(chunk).hexdigest())
+            size += len(chunk)
+            _write_all(copy.fileno(), chunk)
+            if size > stamp.size:
+                break  # somebody appends to the file
+        if size != stamp.size or _stamp(os.fstat(descriptor)) != stamp:
+            raise _changed(folder)
+        os.fsync(copy.fileno())
+    return VersionFile(name, size, tuple(digests))
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def _changed(folder: Path) -> HolmesError:
+    return HolmesError(
+        f"{folder}: changed while it was published; publish a folder that nothing writes to any more"
+    )

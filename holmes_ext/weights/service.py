@@ -1,0 +1,255 @@
+"""Service of `holmes join serve` that sends published weights to the sites, and decides when they switch.
+
+A receiving host keeps one connection for reports, and opens others for chunks while it pulls (exchange.py):
+
+    {"op": "report", "report": {...}, "seen": TOKEN, "wait": SECONDS}
+        -> {"token": TOKEN, "versions": [...], "commit": N or null, "source": {"address": ...} or null}
+
+The answer comes as soon as it differs from the one that the host has seen, or after `wait` seconds. So a new
+version reaches all sites one way's time after it was published.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from holmes_ext.document import Table
+from holmes_ext.errors import HolmesError
+from holmes_ext.join.sockets.channel import Channel
+from holmes_ext.units import parse_rate
+from holmes_ext.weights.exchange import PURPOSE, SendingStream
+from holmes_ext.weights.monitor import Monitor, monitored
+from holmes_ext.weights.origin import origin_of
+from holmes_ext.weights.publishing import store_of_run
+from holmes_ext.weights.rate import LEAST_BITS_PER_S, RateLimit
+from holmes_ext.weights.sites import HostReport, Sites
+from holmes_ext.weights.store import MissingVersion, VersionStore
+from holmes_ext.words import tell_user, why
+
+if TYPE_CHECKING:
+    from holmes_ext.join.coordinator.server import CoordinatorServer
+
+#: Variable with the limit on the rate of all weights that this process sends.
+RATE_VARIABLE = "HOLMES_WEIGHTS_RATE"
+#: Longest wait of a report for news, in seconds.
+_MOST_WAIT_S = 5.0
+#: Seconds between two looks at the store, to which `holmes weights publish` writes.
+_LOOK_S = 0.1
+#: Seconds after the start in which hosts of an earlier service may come back before a version is committed.
+_GRACE_S = 5.0
+#: Connections of one site at a time.
+_MOST_OF_SITE = 256
+
+
+@contextlib.contextmanager
+def serve_weights(server: CoordinatorServer) -> Iterator[None]:
+    """Answer connections for weights while the coordinator runs."""
+    store = store_of_run(os.environ, server.port)
+    service = WeightsService(store, rate_limit(os.environ.get))
+    monitor = Monitor(service.status, service.published_at, origin_of(store))
+    server.handlers[PURPOSE] = service.answer
+    server.sections[PURPOSE] = monitor.status
+    thread = threading.Thread(target=service.watch, name="holmes-weights", daemon=True)
+    thread.start()
+    try:
+        with monitored(monitor, os.environ):
+            yield
+    finally:
+        service.close()
+        thread.join()
+
+
+def rate_limit(value_of: Any) -> RateLimit:
+    """Return the limit in HOLMES_WEIGHTS_RATE.
+
+    Args:
+        value_of: Returns the value of a variable, or None.
+
+    Raises:
+        HolmesError: It is no rate, or too low.
+    """
+    text = value_of(RATE_VARIABLE)
+    return RateLimit(checked_rate(text, RATE_VARIABLE)) if text else RateLimit()
+
+
+def checked_rate(text: str, where: str) -> int:
+    """Return a limit on the rate in bits/s; HolmesError, which begins with `where`: it is too low."""
+    rate = parse_rate(text, where)
+    if rate < LEAST_BITS_PER_S:
+        raise HolmesError(
+            f"{where}: {text} is below {LEAST_BITS_PER_S // 10**6}Mb/s, the least limit"
+        )
+    return rate
+
+
+class WeightsService:
+    """Sends the versions of a store to receiving hosts, and commits them.
+
+    Args:
+        store: The store, to which `holmes weights publish` adds versions.
+        limit: Limit on the rate of all streams together.
+    """
+
+    def __init__(self, store: VersionStore, limit: RateLimit):
+        store.make()
+        self._store = store
+        self._limit = limit
+        self._sites = Sites()
+        self._changed = threading.Condition()  # also the lock of the fields below
+        self._connections: Counter[str] = Counter()  # site -> open connections
+        self._sent: Counter[str] = Counter()  # site -> bytes of chunks
+        self._ended = threading.Event()
+        self._versions: list[int] = []
+        self._required: list[int] = []  # versions that each host should have, oldest first
+        self._commit_after = time.monotonic() + _GRACE_S
+        if store.wanted == store.current:
+            self._commit_after = 0.0
+        self._problem = ""  # of the store, which was printed
+        self._look()
+
+    def close(self) -> None:
+        """End watch(), and the waits of all reports."""
+        self._ended.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def watch(self) -> None:
+        """Look at the store for new versions until close() is called."""
+        while not self._ended.wait(_LOOK_S):
+            self._look()
+
+    def _look(self) -> None:
+        """Read what the store has, forget silent hosts, and commit a version if all sites have it."""
+        with self._changed:
+            try:
+                versions = self._store.versions()
+                if versions != self._versions:
+                    self._versions = versions
+                    self._changed.notify_all()
+                self._required = self._chains()
+                self._sites.forget_silent(time.monotonic())
+                self._commit_if_staged()
+            except (OSError, HolmesError) as error:
+                self._tell_problem(f"weights in {self._store.path}: {why(error)}")
+
+    def _tell_problem(self, problem: str) -> None:
+        """Print a problem of the store once."""
+        if problem != self._problem:
+            tell_user(problem)
+        self._problem = problem
+
+    def _chains(self) -> list[int]:
+        """Return the newest version, the wanted one, and all versions to which they are deltas."""
+        required: set[int] = set()
+        for version in (*self._versions[-1:], self._store.wanted, self._store.current):
+            if version in self._versions:
+                with contextlib.suppress(MissingVersion):
+                    required.update(self._store.chain(version))
+        return sorted(required)
+
+    def _commit_if_staged(self) -> None:
+        """Commit the wanted version if all hosts in step have staged it. The caller holds the lock."""
+        wanted = self._store.wanted
+        current = self._store.current
+        if wanted is None or wanted == current or wanted not in self._versions:
+            return
+        is_early = time.monotonic() < self._commit_after
+        if not is_early and self._sites.may_commit(wanted, current):
+            self._store.commit(wanted)
+            self._changed.notify_all()
+
+    def answer(self, channel: Channel, site: str, host_id: str) -> None:
+        """Answer the requests of a connection until it ends. Runs in the thread of the connection.
+
+        Args:
+            channel: The connection.
+            site: Name in the certificate of the caller.
+            host_id: Identifies the process of the caller.
+        """
+        with self._changed:
+            is_full = self._connections[site] >= _MOST_OF_SITE
+            if not is_full:
+                self._connections[site] += 1
+        stream = SendingStream(
+            channel, self._store, self._limit, on_bytes=lambda count: self._count(site, count)
+        )
+        if is_full:
+            stream.reply({"error": f"site {site} has too many connections"})
+            return
+        reports = False
+        try:
+            while not self._ended.is_set():
+                request = stream.next_request()
+                if request.get("op") == "report":
+                    reports = True
+                    stream.reply(self._report_reply(site, host_id, request))
+                else:
+                    stream.answer(request)
+        finally:
+            with self._changed:
+                self._connections[site] -= 1
+                if reports:
+                    self._sites.gone(host_id)
+                self._changed.notify_all()
+
+    def _count(self, site: str, count: int) -> None:
+        with self._changed:
+            self._sent[site] += count
+
+    def _report_reply(self, site: str, host_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a report, after waiting for news."""
+        document = request.get("report")
+        try:
+            report = Table(document if isinstance(document, dict) else {}, "a report").into(
+                HostReport
+            )
+        except HolmesError as error:
+            return {"error": str(error)}
+        wait = request.get("wait")
+        wait_s = min(float(wait), _MOST_WAIT_S) if isinstance(wait, (int, float)) else 0.0
+        end = time.monotonic() + wait_s
+        with self._changed:
+            self._sites.report(host_id, site, report, time.monotonic())
+            self._changed.notify_all()  # other hosts of the site may pull from this one
+            while True:
+                reply = self._reply_to(host_id)
+                left_s = end - time.monotonic()
+                if reply["token"] != request.get("seen") or left_s <= 0 or self._ended.is_set():
+                    return reply
+                self._changed.wait(left_s)
+
+    def _reply_to(self, host_id: str) -> dict[str, Any]:
+        """Return what a host should do now. The caller holds the lock."""
+        source = self._sites.source(host_id, self._required)
+        reply = {
+            "versions": self._required,
+            "commit": self._store.current,
+            "source": None if source is None else asdict(source),
+        }
+        return {**reply, "token": repr(sorted(reply.items(), key=lambda item: item[0]))}
+
+    def published_at(self, version: int) -> float | None:
+        """Return when a version was published, in seconds since 1970; None: it was removed."""
+        try:
+            # A version appears by the renaming of its folder, which changes st_ctime.
+            return self._store.folder(version).stat().st_ctime
+        except OSError:
+            return None
+
+    def status(self) -> dict[str, Any]:
+        """Return the state of the service: its versions and its hosts."""
+        with self._changed:
+            return {
+                "versions": self._versions,
+                "current": self._store.current,
+                "wanted": self._store.wanted,
+                "sent_bytes": dict(self._sent),
+                "hosts": self._sites.status(time.monotonic()),
+            }

@@ -1,0 +1,153 @@
+"""What the commands of weights show on a terminal: the table of hosts, and the progress of a version."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from holmes_ext.cli.show.table import Column, Screen
+from holmes_ext.join.sockets.handshake import printable
+from holmes_ext.units import format_bytes, format_rate
+from holmes_ext.weights.receiver import VersionTransfer, WeightsReceiver
+from holmes_ext.words import counted
+
+COLUMNS = (
+    Column("site"),
+    Column("host"),
+    Column("in use", right=True),
+    Column("complete", right=True),
+    Column("arriving", right=True),
+    Column("rate", right=True, drop=1),
+    Column("lag", right=True),
+    Column("over the WAN", right=True, drop=2),
+    Column("from the site", right=True, drop=3),
+    Column("heard, s ago", right=True, drop=4),
+)
+#: Seconds between two updates of the progress bar.
+_UPDATE_S = 0.2
+
+
+def show_status(status: dict[str, Any]) -> None:
+    """Print the state of the service as a table with a row for each receiving host.
+
+    Args:
+        status: What `holmes weights status --json` prints.
+    """
+    versions = status["versions"]
+    title = f"{counted(len(versions), 'version')} published"
+    if versions:
+        title += f", the newest is {versions[-1]}; {_in_use(status['current'], status['wanted'])}"
+    Screen().table(COLUMNS, [_row(host, versions) for host in status["hosts"]], title=title)
+
+
+def _in_use(current: int | None, wanted: int | None) -> str:
+    """Return the committed version in words, and the one that is committed next."""
+    text = "none is committed" if current is None else f"{current} is committed"
+    if wanted != current:
+        text += f", {wanted} as soon as all sites have it"
+    return text
+
+
+def _row(host: dict[str, Any], versions: list[int]) -> list[str]:
+    return [
+        printable(str(host["site"])),
+        printable(str(host["host"])),
+        _number(host["current"]),
+        _number(host["newest"]),
+        _arriving(host),
+        format_rate(host["bits_per_second"], 3) if host["bits_per_second"] else "",
+        _lag(host, versions),
+        format_bytes(host["wan_bytes"]),
+        format_bytes(host["site_bytes"]),
+        f"{host['heard_s']:.0f}",
+    ]
+
+
+def _number(version: int | None) -> str:
+    return "" if version is None else str(version)
+
+
+def _arriving(host: dict[str, Any]) -> str:
+    """Return the version that a host receives, and the share of it that is there."""
+    if host["receiving"] is None:
+        return ""
+    if not host["size_bytes"]:
+        return str(host["receiving"])
+    share = min(1.0, host["received_bytes"] / host["size_bytes"])
+    return f"{host['receiving']} ({share:.0%})"
+
+
+def _lag(host: dict[str, Any], versions: list[int]) -> str:
+    """Return how many newer versions than the host's newest are published, and for how long."""
+    newest = host["newest"]
+    missing = [version for version in versions if newest is None or version > newest]
+    if not missing:
+        return ""
+    return f"{counted(len(missing), 'version')}, {host['lag_s']:.0f} s"
+
+
+@contextmanager
+def progress_bar(receiver: WeightsReceiver, is_quiet: bool) -> Iterator[None]:
+    """Show a progress bar for each version that is received, while the block runs.
+
+    Args:
+        receiver: The receiving host.
+        is_quiet: Never show it. It is also not shown if standard error is no terminal.
+    """
+    console = Console(stderr=True)
+    if is_quiet or not console.is_terminal:
+        yield
+        return
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,  # no bar remains at the end
+        redirect_stdout=sys.stdout.isatty(),  # else standard output goes to a file or a pipe
+    )
+    ended = threading.Event()
+    thread = threading.Thread(target=_update, args=(progress, receiver, ended), daemon=True)
+    with progress:
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+def _update(progress: Progress, receiver: WeightsReceiver, ended: threading.Event) -> None:
+    """Keep the bar up to date, in a thread."""
+    task: TaskID | None = None
+    shown: VersionTransfer | None = None
+    while not ended.wait(_UPDATE_S):
+        transfer = receiver.transfer
+        if transfer is not shown and task is not None:
+            progress.remove_task(task)
+            task = None
+        shown = transfer
+        if transfer is None:
+            continue
+        if task is None:
+            name = f"version {transfer.manifest.version}"
+            task = progress.add_task(
+                name, total=transfer.manifest.bytes, completed=transfer.written_bytes
+            )
+        progress.update(task, completed=transfer.written_bytes)

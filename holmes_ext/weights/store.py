@@ -1,0 +1,433 @@
+"""Store of versions of the weights, in a folder of the publisher and of each receiving host.
+
+    DIR/12/                         version 12, complete and checked
+    DIR/current                     link to the version in use (committed)
+    DIR/.holmes/manifests/12.json   manifest of version 12
+    DIR/.holmes/staging/13/         version 13 while it arrives: manifest.json, files/, done
+    DIR/.holmes/removed/            versions that are being removed, or collected by the publisher
+    DIR/.holmes/commit              number of the version that the publisher wants to be committed
+    DIR/.holmes/lock                locked while a process adds versions
+
+A version appears by the renaming of its folder, after all its bytes are on the disk. So a reader of DIR/12
+never sees a part of a version, also after a crash. `current` is replaced by renaming, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from holmes_ext.document import load_json
+from holmes_ext.errors import HolmesError
+from holmes_ext.files import write_whole
+from holmes_ext.weights.manifest import VersionManifest
+from holmes_ext.words import why
+
+_PRIVATE = ".holmes"
+_CURRENT = "current"
+_DAMAGED = "remove the version's folder and this file"
+#: Entry of the file `done` for a chunk that was written.
+_WRITTEN = b"\x01"
+#: Digits of the number of a version.
+_DIGITS = 12
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class MissingVersion(HolmesError):
+    """Error: a store does not have a version."""
+
+
+class VersionStore:
+    """Versions of the weights in a folder; see the top of this module for its files.
+
+    Args:
+        path: The folder, which need not exist.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._private = path / _PRIVATE
+        self._manifests = self._private / "manifests"
+        self._commit_file = self._private / "commit"
+
+    def make(self) -> None:
+        """Make the folder unless it exists.
+
+        Raises:
+            HolmesError: It cannot be made.
+        """
+        try:
+            for folder in (self._manifests, self._private / "staging", self._private / "removed"):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise HolmesError(
+                f"{self.path}: no versions can be kept there ({why(error)}); name another folder"
+            ) from None
+
+    @contextlib.contextmanager
+    def adding(self) -> Iterator[None]:
+        """Keep other processes from adding versions, and clean up what a killed process has left.
+
+        Raises:
+            HolmesError: Another process adds versions now.
+        """
+        descriptor = os.open(self._private / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise HolmesError(
+                    f"{self.path}: another process adds versions there; wait until it ends"
+                ) from None
+            for rest in (self._private / "removed").iterdir():
+                shutil.rmtree(rest, ignore_errors=True)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def folder(self, version: int) -> Path:
+        """Return the folder of a version, which need not exist."""
+        return self.path / str(version)
+
+    def has(self, version: int) -> bool:
+        """Return whether a version is complete."""
+        return self.folder(version).is_dir() and self._manifest_file(version).is_file()
+
+    def versions(self) -> list[int]:
+        """Return the numbers of all complete versions, in ascending order."""
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        numbers = [int(name) for name in names if name.isdecimal() and len(name) <= _DIGITS]
+        return sorted(version for version in numbers if self.has(version))
+
+    def manifest(self, version: int) -> VersionManifest:
+        """Return the manifest of a complete version.
+
+        Raises:
+            MissingVersion: There is no such version.
+            HolmesError: The manifest is damaged.
+        """
+        if not self.has(version):
+            raise MissingVersion(f"{self.path}: there is no version {version}")
+        file = self._manifest_file(version)
+        return load_json(file, _DAMAGED).into(VersionManifest)
+
+    def chain(self, version: int) -> list[int]:
+        """Return a version and the versions to which it is a delta: the full version first.
+
+        Raises:
+            MissingVersion: One of these versions is missing.
+        """
+        found = [version]
+        parent = self.manifest(version).parent
+        while parent is not None:
+            found.append(parent)
+            parent = self.manifest(parent).parent
+        return found[::-1]
+
+    @property
+    def current(self) -> int | None:
+        """Return the version that is committed; None: none is."""
+        try:
+            target = os.readlink(self.path / _CURRENT)
+        except OSError:
+            return None
+        is_version = target.isdecimal() and len(target) <= _DIGITS
+        return int(target) if is_version else None
+
+    def commit(self, version: int) -> None:
+        """Make a complete version the current one.
+
+        Raises:
+            MissingVersion: There is no such version.
+            OSError: The link cannot be replaced.
+        """
+        if not self.has(version):
+            raise MissingVersion(f"{self.path}: there is no version {version} to commit")
+        link = self._private / f"current-{secrets.token_hex(8)}"
+        os.symlink(str(version), link)
+        try:
+            os.rename(link, self.path / _CURRENT)
+        except BaseException:
+            link.unlink()
+            raise
+        sync_folder(self.path)
+
+    @property
+    def wanted(self) -> int | None:
+        """Return the version that the publisher wants to be committed; None: none was named."""
+        try:
+            text = self._commit_file.read_text()
+        except OSError:
+            return None
+        return int(text) if text.isdecimal() and len(text) <= _DIGITS else None
+
+    def want(self, version: int) -> None:
+        """Let the service commit a version as soon as all sites have staged it."""
+        write_whole(self._commit_file, str(version))
+
+    def stage(self, manifest: VersionManifest) -> StagedVersion:
+        """Return the staging folder of a version, with the chunks that an earlier try has left.
+
+        Raises:
+            HolmesError: The version exists.
+            OSError: The folder cannot be made, or there is too little space.
+        """
+        final = self.folder(manifest.version)
+        if os.path.lexists(final):
+            raise HolmesError(f"{final}: exists already; a version never changes")
+        return StagedVersion(self, manifest, self._private / "staging" / str(manifest.version))
+
+    def publishing(self, version: int) -> Path:
+        """Return a new empty folder in which the publisher collects the files of a version."""
+        folder = self._private / "removed" / f"{version}-{secrets.token_hex(8)}"
+        folder.mkdir()  # removed by the next process that adds versions if this one is killed
+        return folder
+
+    def appear(self, manifest: VersionManifest, files: Path) -> None:
+        """Give the folder with the files of a complete version its final name.
+
+        Args:
+            manifest: The version.
+            files: The folder. Its files are on the disk already.
+
+        Raises:
+            OSError: The disk does not take it; then the version does not exist.
+        """
+        write_whole(self._manifest_file(manifest.version), manifest.text())
+        sync_folder(self._manifests)
+        os.rename(files, self.folder(manifest.version))
+        sync_folder(self.path)
+
+    def remove_old(self, keep: int, protected: Iterable[int] = ()) -> list[int]:
+        """Remove all versions but the newest ones, and return the numbers of the removed ones.
+
+        The current version stays, too, and all versions to which a version that stays is a delta.
+
+        Args:
+            keep: How many of the newest versions stay.
+            protected: Further versions that stay.
+        """
+        versions = self.versions()
+        staying: set[int] = set()
+        for version in {*versions[-keep:], *protected, self.current, self.wanted}:
+            if version is not None and self.has(version):
+                with contextlib.suppress(MissingVersion):  # a parent was removed by a user
+                    staying.update(self.chain(version))
+                staying.add(version)
+        old = [version for version in versions if version not in staying]
+        for version in old:
+            removed = self._private / "removed" / f"{version}-{secrets.token_hex(8)}"
+            os.rename(self.folder(version), removed)
+            self._manifest_file(version).unlink(missing_ok=True)
+            shutil.rmtree(removed, ignore_errors=True)
+        self._remove_old_staging(versions)
+        return old
+
+    def _remove_old_staging(self, versions: list[int]) -> None:
+        """Remove partial versions that are older than the newest complete one: nothing needs them."""
+        for folder in (self._private / "staging").iterdir():
+            if versions and folder.name.isdecimal() and int(folder.name) <= versions[-1]:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _manifest_file(self, version: int) -> Path:
+        return self._manifests / f"{version}.json"
+
+
+class StagedVersion:
+    """A version whose chunks arrive. Several threads may write different chunks.
+
+    The file `done` has one byte for each chunk, which is set after the chunk was written. After a crash it
+    may be ahead of the disk, so the chunks that it lists are checked before they count.
+
+    Args:
+        store: The store in which the version appears at its end.
+        manifest: The version.
+        folder: Its staging folder; the folder of an earlier try with the same manifest is used again.
+    """
+
+    def __init__(self, store: VersionStore, manifest: VersionManifest, folder: Path):
+        self.manifest = manifest
+        self.files = folder / "files"
+        self._store = store
+        self._folder = folder
+        self._done_file = folder / "done"
+        self._written = threading.Condition()  # also the lock of _missing and _is_closed
+        self._is_closed = False
+        self._prepare()
+        self._done = os.open(self._done_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._descriptors: list[int] = []
+        try:
+            self._open_files()
+            self._missing = self._check_chunks()
+        except OSError as error:
+            self.close()
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                self.drop()  # gives the space back
+            raise
+
+    def _prepare(self) -> None:
+        """Make the staging folder; empty it if an earlier try was for another manifest."""
+        manifest_file = self._folder / "manifest.json"
+        try:
+            is_same = manifest_file.read_text() == self.manifest.text()
+        except OSError:
+            is_same = False
+        if not is_same:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True)
+            write_whole(manifest_file, self.manifest.text())
+        self.files.mkdir(exist_ok=True)
+
+    def _open_files(self) -> None:
+        """Open all files, and reserve their space on the disk.
+
+        Raises:
+            OSError: There is too little space, for example.
+        """
+        for file in self.manifest.files:
+            path = self.files / file.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(path, flags, 0o644)
+            self._descriptors.append(descriptor)
+            if file.size:
+                os.posix_fallocate(descriptor, 0, file.size)
+            os.ftruncate(descriptor, file.size)
+
+    def _check_chunks(self) -> set[int]:
+        """Return the indices of the chunks that are missing or not as the manifest says."""
+        done = os.pread(self._done, len(self.manifest.chunks), 0)
+        missing = set()
+        for index, chunk in enumerate(self.manifest.chunks):
+            was_written = done[index : index + 1] == _WRITTEN
+            if not was_written or self._digest_of(index) != chunk.digest:
+                missing.add(index)
+        return missing
+
+    def _digest_of(self, index: int) -> str:
+        chunk = self.manifest.chunks[index]
+        data = os.pread(self._descriptors[chunk.file], chunk.length, chunk.offset)
+        return hashlib.sha256(data).hexdigest()
+
+    @property
+    def missing(self) -> list[int]:
+        """Return the indices of the chunks that are not written, in ascending order."""
+        with self._written:
+            return sorted(self._missing)
+
+    def wait_for(self, index: int, seconds: float) -> bytes | None:
+        """Return a chunk as soon as it is written; None: it is not in time, or the files were closed."""
+        with self._written:
+            is_there = self._written.wait_for(
+                lambda: self._is_closed or index not in self._missing, seconds
+            )
+            if not is_there or self._is_closed:
+                return None
+            chunk = self.manifest.chunks[index]
+            return os.pread(self._descriptors[chunk.file], chunk.length, chunk.offset)
+
+    def write(self, index: int, data: memoryview) -> bool:
+        """Write a chunk if its digest is right; return whether it is.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        chunk = self.manifest.chunks[index]
+        if hashlib.sha256(data).hexdigest() != chunk.digest:
+            return False
+        offset = chunk.offset
+        while data:
+            count = os.pwrite(self._descriptors[chunk.file], data, offset)
+            data = data[count:]
+            offset += count
+        os.pwrite(self._done, _WRITTEN, index)
+        with self._written:
+            self._missing.discard(index)
+            self._written.notify_all()
+        return True
+
+    def finish(self) -> None:
+        """Make the version appear in the store. All chunks must have been written.
+
+        Raises:
+            OSError: The disk does not take it.
+        """
+        for descriptor in self._descriptors:
+            os.fsync(descriptor)
+        folders = {path for path in self.files.rglob("*") if path.is_dir()}
+        for folder in (self.files, *folders):
+            sync_folder(folder)
+        self._store.appear(self.manifest, self.files)
+        self.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Close the files; the chunks stay for another try."""
+        with self._written:
+            if self._is_closed:
+                return  # the numbers of the descriptors may be those of other files by now
+            self._is_closed = True
+            self._written.notify_all()
+            for descriptor in (*self._descriptors, self._done):
+                os.close(descriptor)
+
+    def drop(self) -> None:
+        """Remove the staging folder."""
+        self.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class ChunkReader:
+    """Reads chunks of the versions in a store. Not thread-safe."""
+
+    def __init__(self, store: VersionStore):
+        self._store = store
+        self._manifest: VersionManifest | None = None  # of the version that was read last
+
+    def read(self, version: int, index: int) -> bytes:
+        """Return a chunk.
+
+        Raises:
+            HolmesError: There is no such version or chunk, or its file cannot be read.
+        """
+        if self._manifest is None or self._manifest.version != version:
+            self._manifest = self._store.manifest(version)
+        if not 0 <= index < len(self._manifest.chunks):
+            raise HolmesError(f"version {version} has no chunk {index}")
+        chunk = self._manifest.chunks[index]
+        path = self._store.folder(version) / self._manifest.files[chunk.file].name
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise MissingVersion(f"version {version} was removed meanwhile") from None
+        except OSError as error:
+            raise HolmesError(f"version {version} cannot be read ({why(error)})") from None
+        try:
+            data = os.pread(descriptor, chunk.length, chunk.offset)
+        except OSError as error:
+            raise HolmesError(f"version {version} cannot be read ({why(error)})") from None
+        finally:
+            os.close(descriptor)
+        if len(data) != chunk.length:
+            raise HolmesError(f"version {version}: {path.name} has become shorter")
+        return data
+
+
+def sync_folder(path: Path) -> None:
+    """Write the entries of a folder to the disk."""
+    descriptor = os.open(path, _FOLDER_FLAGS)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
