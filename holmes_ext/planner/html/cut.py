@@ -48,7 +48,7 @@ class Cut(NamedTuple):
         return result
 
     def mark(self, axis: Any, seconds: float) -> None:
-        """Draw the gap on an axis, and label where it begins and where the step ends.
+        """Draw the gap on an axis, and label the seconds that it stands for and the step's end.
 
         Args:
             axis: Axes of the timeline.
@@ -60,7 +60,7 @@ class Cut(NamedTuple):
             axis.axvline(x, color=INK, lw=1, ls=":", zorder=4)
         ticks = {
             0.0: "0",
-            self.start: f"{self.start:.3g}",
+            self.start + self.gap / 2: f"{self.start:.3g} to {self.end:.3g}",  # not drawn
             drawn_end: f"{seconds:.4g}",
         }
         axis.set_xticks(list(ticks), list(ticks.values()))

@@ -59,7 +59,7 @@ def document(
     return page(
         "holmes plan",
         heading(search_table.title(result), 1),
-        paragraphs([*optimality_gap, *search_table.why_lines(result), *job.lines]),
+        paragraphs([*job.lines, *optimality_gap, *search_table.why_lines(result)]),
         *(part for forecast in besides.values() for part in forecast.page_parts()),
         heading("Start it"),
         *_launches(result, args, starts),

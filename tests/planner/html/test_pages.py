@@ -111,11 +111,14 @@ def test_faults_are_found(browser, tmp_path):
     cut = picture(
         "<svg width=50 height=20><text x=10 y=15>longer than its picture</text></svg>", "cut"
     )
+    labels = "<text x=0 y=15>first</text><text x=26 y=15>second</text>"
+    touching = picture(f"<svg width=90 height=20 font-size=14>{labels}</svg>", "labels")
     file = tmp_path / "bad.html"
-    file.write_text(page("bad", wide, over, cut))
+    file.write_text(page("bad", wide, over, cut, touching))
     seen = " ".join(browser.open(file, 390, False)["found"])
     for fault in (
         "overlap: one text | another text",
+        "overlap: first | second",
         "leaves the page",
         "wider than the window",
         "cut by its picture",
@@ -146,8 +149,8 @@ def test_parts_are_escaped():
     )
     assert "<title>&lt;a&gt;</title>" in made and "<h1>1 &lt; 2</h1>" in made
     assert (
-        "<td class=text>&lt;b&gt;</td>" in made
-        and "<tr class=strong><td class=text>c</td></tr>" in made
+        '<td class="text">&lt;b&gt;</td>' in made
+        and '<tr class=strong><td class="text">c</td></tr>' in made
     )
     assert "a &amp;&amp; b" in made
 
