@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 from browser import Browser, chromium
-from holmes_lab.cli import demo
+from holmes_lab.cli import demo, joined_demo
 from holmes_lab.compare import Series, Variant, all_rdma
 from holmes_lab.process.ranks import interleave
 from telemetry_files import write
@@ -62,14 +62,37 @@ def of_the_demo(folder):
     return demo._report(variants, series, demo._result(series), traces)
 
 
+def of_the_joined_demo():
+    """Return the page of a run in which west is killed at its end."""
+    losses = [5.0 - 0.1 * step for step in range(20)]
+    job = {"from": 0.0, "to": 20.0, "losses": losses, "seconds": [1.0] * len(losses)}
+    jobs = [{"job": name, **job} for name in ("east", "west", "west")]
+    events = ["12:00:00 job west is gone: its connection was closed"] * 5
+    result = {"jobs": jobs, "events": events, "rounds": 3, "rounds_of_both": 2}
+    return joined_demo._report([joined_demo._row(one) for one in jobs], result)
+
+
+def add_rounds(folder):
+    """Append rounds with other jobs to the telemetry of a run; two neighbours are not committed."""
+    for file in folder.glob("*.jsonl"):
+        with file.open("a") as lines:
+            for number in range(1, 41):
+                verdict = "void" if number in (7, 8) else "commit"
+                told = {"round": number, "verdict": verdict, "bytes": 500_000, "seconds": 2.0}
+                told |= {"exposed": 0.2, "drift": 0.5 if verdict == "commit" else None}
+                lines.write(json.dumps({"outer": told}) + "\n")
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """Name -> file."""
     top = tmp_path_factory.mktemp("pages")
-    files = {name: top / f"{name}.html" for name in ("demo", "report", "plan", "given", "joined")}
+    names = ("demo", "joined demo", "report", "plan", "given", "joined")
+    files = {name: top / f"{name}.html" for name in names}
     (top / "traces").mkdir()
     files["demo"].write_text(of_the_demo(top / "traces"))
-    write(top / "telemetry")
+    files["joined demo"].write_text(of_the_joined_demo())
+    add_rounds(write(top / "telemetry"))
     assert main(["report", str(top / "telemetry"), "--html", str(files["report"])]) == 0
     small, links = (str(CLUSTERS / f"{name}.toml") for name in ("two_clusters_4", "three_links_6"))
     model = ["--model", MODEL, "--global-batch", "24"]
@@ -94,7 +117,7 @@ def browser(tmp_path_factory):
 @pytest.mark.parametrize(
     "name, width, dark",
     [
-        *product(("demo", "report", "plan", "joined"), (390, 1280), (False, True)),
+        *product(("demo", "joined demo", "report", "plan", "joined"), (390, 1280), (False, True)),
         ("given", 390, True),
     ],
 )
