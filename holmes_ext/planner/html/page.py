@@ -34,7 +34,7 @@ pre span{{display:inline-block;max-width:100%;word-break:break-all}}
 """
 
 #: Most characters of a cell without line breaks.
-_LONG = 18
+_LONG = 20
 
 
 def page(title: str, *parts: str) -> str:

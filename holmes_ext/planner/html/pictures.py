@@ -453,7 +453,7 @@ class _Drawn(NamedTuple):
         cut = cut_of(rows, chunks)
         if cut is None:
             return cls(title, rows, seconds, cut)
-        title += f" (the first and the last {END_MICRO_BATCHES} micro-batches)"
+        title += f" (first and last {END_MICRO_BATCHES} micro-batches, without {cut})"
         return cls(title, cut.rows(rows), seconds - cut.seconds, cut)
 
 

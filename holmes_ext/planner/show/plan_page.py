@@ -66,7 +66,7 @@ def document(
         heading("Placement"),
         paragraphs([placement]),
         drawn["placement"],
-        drawn["clusters"],
+        drawn.get("clusters", ""),  # "" for a site of one cluster
         *_links(result),
         heading("One step"),
         paragraphs([*search_table.stage_link_lines(result, best), *thin_stages(result, best)]),

@@ -7,6 +7,7 @@ import json
 import re
 from itertools import product
 
+import clusters
 import pytest
 from browser import Browser, chromium
 from holmes_lab.cli import demo, joined_demo
@@ -87,7 +88,7 @@ def add_rounds(folder):
 def pages(tmp_path_factory):
     """Name -> file."""
     top = tmp_path_factory.mktemp("pages")
-    names = ("demo", "joined demo", "report", "plan", "given", "joined")
+    names = ("demo", "joined demo", "report", "plan", "given", "one cluster", "joined")
     files = {name: top / f"{name}.html" for name in names}
     (top / "traces").mkdir()
     files["demo"].write_text(of_the_demo(top / "traces"))
@@ -102,6 +103,12 @@ def pages(tmp_path_factory):
         main(["plan", "--cluster", small, *model, "--pipeline", "2", "--html", str(files["given"])])
         == 0
     )
+    one_cluster = top / "one.toml"
+    one_cluster.write_text(clusters.toml("a ib 2Gb/s a0,a1", ethernet="1Gb/s"))
+    # So many micro-batches that only the first and the last ones are drawn.
+    many = ["--model", MODEL, "--global-batch", "256", "--pipeline", "2"]
+    page_of_one = ["--html", str(files["one cluster"])]
+    assert main(["plan", "--cluster", str(one_cluster), *many, *page_of_one]) == 0
     beside = ["--limit", "tensor=1,virtual=1", "--seconds", "1", "--joined"]
     assert main(["plan", "--cluster", links, *model, *beside, "--html", str(files["joined"])]) == 0
     return files
@@ -119,6 +126,7 @@ def browser(tmp_path_factory):
     [
         *product(("demo", "joined demo", "report", "plan", "joined"), (390, 1280), (False, True)),
         ("given", 390, True),
+        ("one cluster", 390, False),
     ],
 )
 def test_a_page_is_whole(pages, browser, name, width, dark):
