@@ -43,6 +43,9 @@ def test_report_of_a_job_with_a_model(two_clusters, script):
     assert "s with holmes" in report
     assert "worst measured error of the model" in report
     assert "check: 0 problems" in report
+    # The command has --holmes-cluster already.
+    changes = [line for line in report.splitlines() if line.startswith("  ")]
+    assert changes and not any("--holmes-cluster" in line for line in changes)
 
 
 ACCELERATE = (
