@@ -47,3 +47,16 @@ def test_tables_fit_the_page(site, width, tmp_path, exhaustive):
 def test_the_site_has_no_files_of_python(site):
     assert not [path for path in site.rglob("*") if path.suffix in (".py", ".pyc")]
     assert not list(site.rglob("__pycache__"))
+
+
+@pytest.mark.skipif(not chromium(), reason="no Chromium: apt-get install chromium-headless-shell")
+@pytest.mark.parametrize(
+    "picture", sorted((ROOT / "docs/pictures").glob("*.svg")), ids=lambda path: path.name
+)
+def test_texts_of_a_picture_are_whole(picture, tmp_path):
+    """No text is cut by the border of the picture, or covers another."""
+    file = tmp_path / "page.html"
+    file.write_text(f"<!doctype html><meta charset=utf-8><body>{picture.read_text()}</body>")
+    with Browser(tmp_path / "profile") as browser:
+        seen = browser.open(file, 1280, dark=False)
+    assert seen["texts"] > 10 and not seen["found"]

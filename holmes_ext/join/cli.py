@@ -45,9 +45,9 @@ _EPILOG = """\
 All traffic is encrypted (TLS 1.3). Ports, directions and firewalls: docs/joined_network.md.
 """
 COLUMNS = (
-    Column("job"),
+    Column("job", wrap=8),
     Column("state"),
-    Column("ranks", right=True),
+    Column("ranks", right=True, drop=1),
     Column("step", right=True),
     Column("round", right=True),
     Column("counted", right=True),

@@ -19,15 +19,18 @@ from holmes_ext.planner.html.chart import (
     SMALL,
     WIDE,
     fold,
+    is_narrow,
 )
 from holmes_ext.planner.html.page import heading
 from holmes_ext.planner.html.pictures import chart, legend, pyplot
 from holmes_ext.report.figures import Summary
 from holmes_ext.report.files import Run
 
-#: Distance of the labels of points, in typographic points: above for the first, below for later ones.
-_LABEL_ABOVE = 9
-_LABEL_BELOW = -16
+#: Distance of the first label above its point, in typographic points, and of each later label above
+#: the one before.
+_LABEL_ABOVE, _LABEL_HEIGHT = 9, 13
+#: Most ticks of the axis of `every`, on a narrow and on a wide chart.
+_NARROW_TICKS, _WIDE_TICKS = 4, 9
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def worth_figure(
     """
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(width, 4.8), layout="constrained")
-    labelled = set()
+    labelled: set[tuple[int, float]] = set()
     lines = over_every(rounds).items()
     for (style, marker), (name, settings) in zip(cycle(LINE_STYLES), lines):
         every = [setting.every for setting in settings]
@@ -87,8 +90,8 @@ def worth_figure(
         ]
         if points_without_waiting and points_without_waiting[0] not in labelled:
             least_every = points_without_waiting[0]
+            offset = _LABEL_ABOVE + _LABEL_HEIGHT * len(labelled)  # no label covers another
             labelled.add(least_every)
-            offset = _LABEL_ABOVE if len(labelled) == 1 else _LABEL_BELOW
             axis.annotate(
                 f"every={least_every[0]}",
                 least_every,
@@ -101,8 +104,10 @@ def worth_figure(
     for (name, tokens_per_s), dashes in zip(single_jobs.items(), ("--", ":")):
         axis.axhline(tokens_per_s, color=INK, lw=2.5, alpha=0.5, ls=dashes, label=name)
     axis.set_xscale("log", base=2)
+    most_ticks = _NARROW_TICKS if is_narrow(width) else _WIDE_TICKS
+    axis.xaxis.set_major_locator(plt.LogLocator(base=2, numticks=most_ticks))
     axis.xaxis.set_major_formatter("{x:g}")
-    axis.set_ylim(bottom=0, top=axis.get_ylim()[1] * 1.08)
+    axis.set_ylim(bottom=0, top=axis.get_ylim()[1] * (1.04 + 0.09 * len(labelled)))
     axis.yaxis.set_major_formatter("{x:,.0f}")
     label = "every, in steps: how often each fragment is exchanged (filled: nothing is exposed)"
     axis.set_xlabel(fold(label, width - 0.8))
@@ -121,6 +126,7 @@ def losses_figure(lives: Sequence[Incarnation], width: float = WIDE) -> Any:
         width: Width of the figure, in inches.
     """
     figure, axis = pyplot().subplots(figsize=(width, 4), layout="constrained")
+    middle = max(life.end for life in lives) / 2
     colours: dict[str, str] = {}  # by job
     for life in lives:
         label = None if life.job in colours else life.job  # each job once in the legend
@@ -130,12 +136,16 @@ def losses_figure(lives: Sequence[Incarnation], width: float = WIDE) -> Any:
         if life.killed:  # a line over the whole height with a name: no other line hides it
             axis.axvline(life.end, color=INK, lw=1.5, ls=":", zorder=4)
             axis.plot(life.ends[-1:], life.losses[-1:], "x", color=INK, ms=10, mew=2.5, zorder=5)
+            is_right = (
+                life.end > middle
+            )  # then the name is to the left of the line: so it stays inside
             axis.annotate(
                 f"{life.job} is killed",
                 (life.end, 1),
                 xycoords=("data", "axes fraction"),
-                xytext=(4, -4),
+                xytext=(-4 if is_right else 4, -4),
                 textcoords="offset points",
+                ha="right" if is_right else "left",
                 va="top",
                 fontsize=SMALL,
                 bbox={"fc": PAPER, "ec": "none", "pad": 1},
@@ -152,45 +162,41 @@ def rounds_figure(run: Run, width: float = WIDE) -> Any:
     """Draw the rounds of a job: their durations, the time that training waited, and the drift.
 
     Durations and waits are those of the slowest rank. The drift is the distance of this job's
-    pseudo-gradient from the aggregate of all jobs, divided by the aggregate's norm. Rounds that
-    were not committed are labelled with their verdict.
+    pseudo-gradient from the aggregate of all jobs, divided by the aggregate's norm. Bars of rounds
+    that were not committed are hatched.
     """
-    numbers = list(run.rounds)
-    reports_of_rounds = list(run.rounds.values())  # of each round: the reports of the ranks
-    figure, (above, below) = pyplot().subplots(
-        2, figsize=(width, 5), sharex=True, layout="constrained"
-    )
+    plt = pyplot()
+    figure, (above, below) = plt.subplots(2, figsize=(width, 5), sharex=True, layout="constrained")
+    seconds_by_verdict: dict[str, dict[int, float]] = {}  # verdict -> round -> seconds
+    exposed_s = {}  # round -> seconds
+    drifts = {}  # round -> drift
+    for number, reports in run.rounds.items():  # reports: of the ranks
+        first_rank = reports[0]
+        seconds = max(report["seconds"] for report in reports)
+        seconds_by_verdict.setdefault(first_rank["verdict"], {})[number] = seconds
+        exposed_s[number] = max(report["exposed"] for report in reports)
+        if isinstance(first_rank.get("drift"), (int, float)):
+            drifts[number] = first_rank["drift"]
+    for verdict, seconds_of_rounds in seconds_by_verdict.items():
+        is_committed = verdict == "commit"
+        above.bar(
+            list(seconds_of_rounds),
+            list(seconds_of_rounds.values()),
+            color=ROUND if is_committed else PAPER,
+            edgecolor=ROUND,
+            hatch="" if is_committed else "////",
+            label="under way" if is_committed else f"under way, not committed ({verdict})",
+        )
     above.bar(
-        numbers,
-        [max(report["seconds"] for report in reports) for reports in reports_of_rounds],
-        color=ROUND,
-        label="under way",
-    )
-    above.bar(
-        numbers,
-        [max(report["exposed"] for report in reports) for reports in reports_of_rounds],
+        list(exposed_s),
+        list(exposed_s.values()),
         color=EXPOSED_ROUND,
         label="of that, training waited",
     )
-    numbers_with_drift = []
-    drifts = []
-    for number, reports in zip(numbers, reports_of_rounds):
-        first_rank = reports[0]
-        if first_rank["verdict"] != "commit":
-            above.annotate(
-                first_rank["verdict"],
-                (number, 0),
-                rotation=90,
-                va="bottom",
-                ha="center",
-                fontsize=SMALL,
-            )
-        if isinstance(first_rank.get("drift"), (int, float)):
-            numbers_with_drift.append(number)
-            drifts.append(first_rank["drift"])
     above.set_ylabel("seconds")
+    above.xaxis.set_major_locator(plt.MaxNLocator(integer=True, steps=(1, 2, 5, 10)))
     legend(figure, above.get_legend_handles_labels()[0], width)
-    below.plot(numbers_with_drift, drifts, ".-", color=INK)
+    below.plot(list(drifts), list(drifts.values()), ".-", color=INK)
     below.set_ylabel("drift, of the sum")  # as a share of the norm of the aggregate ("sum")
     below.set_ylim(bottom=0)
     below.set_xlabel("round")

@@ -23,7 +23,7 @@ from holmes_ext.join.pictures import worth_figure
 from holmes_ext.join.priced_jobs import price_jobs
 from holmes_ext.join.simulated_rounds import JoinedJob
 from holmes_ext.planner.html.chart import WIDE
-from holmes_ext.planner.html.page import heading, paragraphs, table
+from holmes_ext.planner.html.page import command, heading, paragraphs, table
 from holmes_ext.planner.html.pictures import chart
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.words import counted
@@ -289,7 +289,7 @@ class JoinedForecast:
         The ways are one job on one cluster, one job across all clusters, and joined jobs
         (choices()). Recommended is the one with most tokens/s among those whose expected loss is
         known. A way with more tokens/s, but a loss that no benchmark has measured, is mentioned
-        before it. Nothing is recommended if a search is unfinished.
+        before it. Nothing is recommended if a search is unfinished. Lines with flags are indented.
         """
         unfinished = self.unfinished_searches()
         if unfinished:
@@ -297,11 +297,10 @@ class JoinedForecast:
                 "no recommendation: the time was over before all parallel sizes were examined for "
                 f"{', '.join(unfinished)}; give more --seconds"
             ]
-        measured = [choice for choice in self.choices() if choice.loss != NOT_MEASURED]
-        best = max(measured, key=lambda choice: choice.tokens_per_second)
+        best = self._recommended()
         lines = []
         for choice in self.choices():
-            is_measured = choice in measured
+            is_measured = choice.loss != NOT_MEASURED
             if not is_measured and choice.tokens_per_second > best.tokens_per_second:
                 lines.append(
                     f"more tokens/s, but the loss was not measured: {choice.name}; add to each job's "
@@ -309,13 +308,18 @@ class JoinedForecast:
                 )
                 lines.append(f"  {choice.flags}")
         if "--holmes-join" not in best.flags:  # one job, which is started as always
-            return [*lines, f"most tokens/s: {best.name}; add to the command:", f"  {best.flags}"]
+            return [*lines, f"{self.verdict()}; add to the command:", f"  {best.flags}"]
         serve = (
             "`holmes join serve` on HOST, which all reach, and `holmes join invite NAME` there for each "
             "cluster's job; add to each job's command, with its own cluster's name"
         )
         # _MUON: a hint for joined jobs, that another optimizer may give a lower loss.
-        return [*lines, _MUON, f"most tokens/s: {best.name}; {serve}:", f"  {best.flags}"]
+        return [*lines, _MUON, f"{self.verdict()}; {serve}:", f"  {best.flags}"]
+
+    def _recommended(self) -> Choice:
+        """Return the way to train with most tokens/s, of those whose loss is known."""
+        measured = [choice for choice in self.choices() if choice.loss != NOT_MEASURED]
+        return max(measured, key=lambda choice: choice.tokens_per_second)
 
     def choice_rows(self) -> list[list[str]]:
         """Return the table of the ways to train: name, tokens/s and loss of each."""
@@ -347,9 +351,7 @@ class JoinedForecast:
         """
         if self.unfinished_searches():
             return "no recommendation: a search was not finished"
-        measured = [choice for choice in self.choices() if choice.loss != NOT_MEASURED]
-        best = max(measured, key=lambda choice: choice.tokens_per_second)
-        text = f"recommended: {best.name}"
+        text = f"recommended: {self._recommended().name}"
         if len(self.rounds.jobs) not in _LOSS_OF_JOINED:  # then choices() has no such way
             text += f"; the loss of {len(self.rounds.jobs)} joined jobs was not measured"
         return text
@@ -389,11 +391,16 @@ class JoinedForecast:
         of show(). In addition, a picture draws tokens/s against `every`: the number of inner steps from
         an exchange of a part of the model to the next exchange of the same part.
         """
+        advice = []
+        for line in self.advice():
+            is_flags = line.startswith(" ")
+            advice.append(command(line.strip()) if is_flags else paragraphs([line]))
         return [
             # "its": of the job that spans the clusters; its plan is above.
             heading("Joined jobs in its place, one in each cluster"),
             table([column.name for column in CHOICES], self.choice_rows()),
-            paragraphs([*self.advice(), self.job_step_times() + "."]),
+            *advice,
+            paragraphs([self.job_step_times() + "."]),
             chart(self.figure, "tokens/s over every"),
             table([column.name for column in COLUMNS], self.rows()),
             paragraphs([LEGEND, self.least_every_sentence() + "."]),

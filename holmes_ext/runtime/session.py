@@ -56,6 +56,9 @@ class Session:
     maker: PlanMaker | None = None
     #: Name of a NCCL network -> the configuration file that forces it on all communicators of a node.
     forced_nets: dict[str, str] = field(default_factory=dict)
+    #: A line for each NIC that is slower than cluster.toml says, that NCCL cannot use as planned, or that
+    #: is down and in no port of `site`.
+    nic_problems: tuple[str, ...] = ()
     #: Ranks of a group -> how it reduced gradients. watch/as_planned.py compares this with the plan.
     reductions: dict[tuple[int, ...], DoneReduction] = field(default_factory=dict)
     #: Micro-batches in flight of every pipeline stage; () if the framework uses its own schedule.

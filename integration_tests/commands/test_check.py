@@ -43,9 +43,20 @@ def test_report_of_a_job_with_a_model(two_clusters, script):
     assert "s with holmes" in report
     assert "worst measured error of the model" in report
     assert "check: 0 problems" in report
+    # The command has --holmes-cluster already.
+    changes = [line for line in report.splitlines() if line.startswith("  ")]
+    assert changes and not any("--holmes-cluster" in line for line in changes)
 
 
-@pytest.mark.parametrize("how", ["variables", "python -m holmes_ext", "mpirun's variables"])
+ACCELERATE = (
+    f"{sys.executable} -m accelerate.commands.launch --cpu --num_processes 4 --num_machines 4 "
+    "--machine_rank $NODE_RANK --main_process_ip $MASTER_ADDR --main_process_port $MASTER_PORT"
+)
+
+
+@pytest.mark.parametrize(
+    "how", ["variables", "python -m holmes_ext", "mpirun's variables", "accelerate launch"]
+)
 def test_every_launcher_ends_before_the_script(two_clusters, script, how):
     """The ranks of each way to start a job end with status 0, also without an agent's store."""
     env = {}
@@ -56,6 +67,9 @@ def test_every_launcher_ends_before_the_script(two_clusters, script, how):
     elif how == "python -m holmes_ext":
         # The script's name follows the flag, which takes no value from it.
         run = f"{sys.executable} -m holmes_ext --holmes-check {script}"
+    elif how == "accelerate launch":
+        pytest.importorskip("accelerate")
+        run = f"{ACCELERATE} {script} --holmes-check=json"
     else:
         values = ("RANK=$RANK", "SIZE=$WORLD_SIZE", "LOCAL_RANK=0", "LOCAL_SIZE=1")
         names = " ".join(f"OMPI_COMM_WORLD_{value}" for value in values)
@@ -63,7 +77,7 @@ def test_every_launcher_ends_before_the_script(two_clusters, script, how):
     result = two_clusters.run("sh", "-c", f"exec {run}", env=env)
     assert result.returncode == 0, result.outputs
     assert FIRST_STEP not in outputs(result)
-    (report,) = [text for text in result.stdout.values() if text]
+    (report,) = [text for text in result.stdout.values() if text.strip()]
     if how == "python -m holmes_ext":
         assert "check: 0 problems" in report
     else:

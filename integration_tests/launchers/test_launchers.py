@@ -16,7 +16,7 @@ import pytest
 from holmes_lab import state
 
 from integration_tests.jobs import full
-from integration_tests.launchers import commands, examples  # noqa: F401  more cases
+from integration_tests.launchers import checks, commands, examples  # noqa: F401  more cases
 from integration_tests.launchers.bench import Bench
 from integration_tests.launchers.cases import CASES, hostfile
 
@@ -61,6 +61,10 @@ SAMPLED = {
     "holmes_lab_shell",
     "holmes_doctor_over_an_allocation",
     "holmes_probe_in_srun",
+    "torchrun_check",
+    "srun_check",
+    "mpirun_check",
+    "deepspeed_check",
 }
 PROGRAMS = ("srun", "slurmctld", "slurmd", "munged", "mpirun", "sshd", "pdsh")
 MISSING = [

@@ -1,5 +1,6 @@
 """What joined jobs over the links of a cluster.toml would take (join/estimate.py), by hand."""
 
+import html
 import json
 from dataclasses import replace
 from itertools import combinations
@@ -238,11 +239,25 @@ def test_the_choice_comes_first_with_the_line_to_copy(capsys):
     for crossing, flags in ((1.0, "--holmes-join a@HOST:29600"), (1e9, "--holmes-cluster FILE")):
         beside_of(2, crossing).show()
         lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-        (advice,) = (number for number, line in enumerate(lines) if "most tokens/s" in line)
+        (advice,) = (number for number, line in enumerate(lines) if "recommended: " in line)
         assert lines[advice + 1] == f"--holmes {flags}"
         assert lines[1].startswith("choice")
         details = [number for number, line in enumerate(lines) if line.startswith("--holmes-outer")]
         assert min(number for number in details if "round, s" in lines[number]) > advice
+
+
+@pytest.mark.parametrize("jobs, crossing", [(2, 1.0), (2, 1e9), (3, 1.0), (3, 1e9), (4, 1.0)])
+def test_the_page_has_the_verdict_of_the_terminal(jobs, crossing, capsys):
+    forecast = beside_of(jobs, crossing)
+    forecast.show()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "recommended: " in line]
+    verdict = forecast.verdict()
+    assert line.startswith(f"{verdict}; ")
+    assert ("was not measured" in verdict) == (jobs == 3)
+    page = html.unescape("\n".join(forecast.page_parts()))
+    assert f"<p>{line}</p>" in page
+    titles = {axis.get_title("left").replace("\n", " ") for axis in forecast.figure().axes}
+    assert titles == {verdict}
 
 
 def test_a_row_stands_only_where_the_loss_is_known():
@@ -259,7 +274,7 @@ def test_nothing_is_recommended_from_an_unfinished_search(capsys, monkeypatch):
     assert "no recommendation" in text and "give more --seconds" in text
     assert "one job on b alone, one job across" in text
     assert text.count("(search unfinished)") == 3
-    assert "--holmes-join" not in text and "most tokens/s" not in text
+    assert "--holmes-join" not in text and "recommended: " not in text
     assert cut.document()["unfinished"] == ["one job on b alone", "one job across"]
     assert whole.document()["unfinished"] == []
 
@@ -362,9 +377,7 @@ def test_a_choice_without_measured_loss_is_named_but_not_recommended(capsys):
     not_measured = "more tokens/s, but the loss was not measured: joined jobs"
     assert f"{not_measured}, every=64s; add to each job's command" in text
     assert f"{not_measured}, batches a 10, b 22; add to each job's command" in text
-    assert (
-        "most tokens/s: joined jobs, " not in text and "most tokens/s: one job on b alone" in text
-    )
+    assert "recommended: joined jobs, " not in text and "recommended: one job on b alone" in text
     rates = {choice.name: choice.tokens_per_second for choice in forecast.choices()}
     assert rates["joined jobs, every=64s"] == pytest.approx(2400)
     assert rates["joined jobs, batches a 10, b 22"] == pytest.approx(3200 / 1.375)

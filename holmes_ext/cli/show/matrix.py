@@ -10,7 +10,7 @@ from holmes_ext.cluster.site import Site
 from holmes_ext.units import format_rate, format_seconds
 
 #: Title of the table.
-WAN_TITLE = "between clusters, one way: what all traffic shares, latency"
+WAN_TITLE = "between clusters, one way: rate that all traffic shares, and latency"
 
 
 def show_wan(site: Site, notes: Sequence[str] = ()) -> None:

@@ -247,7 +247,7 @@ def _line_about_assumed_speed(
     if unknown:
         yield (
             f"assumed: GPUs of {', '.join(unknown)} reach {model.gpu.flops / 1e12:.0f} TFLOP/s and "
-            "no memory limit (key 'gpu' of cluster.toml tells)"
+            "no memory limit (set the key gpu in cluster.toml)"
         )
 
 

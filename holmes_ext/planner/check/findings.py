@@ -63,7 +63,7 @@ class Findings:
     placed: tuple[PlacedNodes, ...]
     networks: tuple[GroupsOnNetwork, ...]
     rates: tuple[NetworkRate, ...]
-    problems: tuple[str, ...]  # a line for each port that does not work
+    problems: tuple[str, ...]  # a line for each port or NIC that does not work as planned
 
     @property
     def status(self) -> int:
@@ -81,7 +81,7 @@ def find(current: Session) -> Findings:
         placed=tuple(_placed_nodes(plan, layers)),
         networks=tuple(_group_networks(plan)),
         rates=tuple(_rates(plan)),
-        problems=tuple(_problems(current.site)),
+        problems=(*_faulty_ports(current.site), *current.nic_problems),
     )
 
 
@@ -184,8 +184,8 @@ def _rates(plan: Plan) -> Iterable[NetworkRate]:
         yield NetworkRate(" - ".join(link.clusters), "link", link.rate_bps, link.latency_s)
 
 
-def _problems(site: Site) -> Iterable[str]:
-    """Yield a line for each port that the NICs or the preflight report as not working."""
+def _faulty_ports(site: Site) -> Iterable[str]:
+    """Yield a line for each port that does not work, as the NICs report it or the preflight found it."""
     for node in site.nodes:
         for port in node.ports:
             if not port.fault:

@@ -8,6 +8,7 @@ can give them with --holmes-model and --holmes-sizes.
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -198,8 +199,6 @@ def _changes(result: SearchResult, args: argparse.Namespace, job: Training) -> l
     if len(launches) > 1:  # the command does not show its framework, so there is an entry for each
         return []
     (changes,) = start.launch_lines(launches).values()
-    if not job.options.cluster:
-        # The job runs without a cluster.toml; _NO_CLUSTER_FILE only filled in for it.
-        flag = f" --holmes-cluster {_NO_CLUSTER_FILE}"
-        changes = [change.replace(flag, "") for change in changes]
-    return changes
+    # The command has this flag, or the job runs without a cluster.toml and _NO_CLUSTER_FILE fills in.
+    flag = shlex.join(["--holmes-cluster", job.options.cluster or _NO_CLUSTER_FILE])
+    return [change.replace(f" {flag}", "") for change in changes]

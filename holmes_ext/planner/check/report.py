@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from holmes_ext.cli.show.table import Column, Screen
+from holmes_ext.cluster.site import REPORTS
 from holmes_ext.files import save
 from holmes_ext.planner.check.findings import Findings, NetworkRate
 from holmes_ext.planner.check.prediction import Prediction
@@ -17,6 +19,9 @@ from holmes_ext.words import counted
 JSON = "json"
 #: End of a value that is the name of a file for JSON.
 JSON_SUFFIX = ".json"
+
+#: Step times that differ by less than this factor are shown as equal.
+_EQUAL_STEPS = 1.01
 
 _PLACE_COLUMNS = (
     Column("ranks"),
@@ -74,14 +79,27 @@ def document(findings: Findings, prediction: Prediction) -> dict[str, Any]:
 def _print_text(screen: Screen, findings: Findings, prediction: Prediction) -> None:
     """Print placement, networks, rates and prediction as tables, and the problems in red."""
     screen.table(_PLACE_COLUMNS, findings.placed, "who runs where")
-    screen.table(
-        _NETWORK_COLUMNS,
-        [(group.kind, str(group.groups), group.nccl, group.gloo) for group in findings.networks],
-        "network of the process groups",
-    )
+    if findings.networks:
+        screen.table(
+            _NETWORK_COLUMNS,
+            [
+                (group.kind, str(group.groups), group.nccl, group.gloo)
+                for group in findings.networks
+            ],
+            "network of the process groups",
+        )
+    else:
+        screen.line("network of the process groups: none, because the job has one process")
     rates_title = f"rates, from {findings.site.source}"
     screen.table(_RATE_COLUMNS, [_rate_cells(rate) for rate in findings.rates], rates_title)
-    _print_prediction(screen, prediction)
+    clusters = findings.site.clusters
+    if findings.site.source == REPORTS and len(clusters) > 1:
+        screen.line(
+            "no cluster.toml: the network between clusters counts as fast as the NICs; if it is slower, "
+            "describe it in a cluster.toml and add --holmes-cluster FILE",
+            "yellow",
+        )
+    _print_prediction(screen, prediction, clusters)
     for problem in findings.problems:
         screen.line(f"problem: {problem}", "red")
     found = counted(len(findings.problems), "problem")
@@ -94,20 +112,18 @@ def _rate_cells(rate: NetworkRate) -> tuple[str, str, str, str]:
     return rate.name, rate.kind, rate_text, format_seconds(rate.latency_s)
 
 
-def _print_prediction(screen: Screen, prediction: Prediction) -> None:
-    """Print the predicted steps and a faster layout, or the reason why there is no prediction."""
+def _print_prediction(screen: Screen, prediction: Prediction, clusters: Sequence[str]) -> None:
+    """Print the predicted steps and what would help more, or what the prediction lacks."""
     for line in prediction.lines:
         screen.line(line, "dim")
     if prediction.missing:
         screen.line(f"no predicted step: {prediction.missing}", "yellow")
         return
-    ratio = prediction.stock_s / prediction.step_s
-    screen.line(
-        f"predicted step: {prediction.step_s:.4g} s with holmes, {prediction.stock_s:.4g} s without "
-        f"({ratio:.2f} times as long); worst measured error of the model: "
-        f"{prediction.worst_error:.1%}",
-        "bold",
-    )
+    screen.line(_answer(prediction), "bold")
+    if len(clusters) == 1:
+        screen.line(
+            f"all nodes are in one cluster ({clusters[0]}), so no group crosses a slower network"
+        )
     better = prediction.better
     if better is None:
         screen.line("no faster layout was found (`holmes plan -- COMMAND` searches longer)")
@@ -118,3 +134,23 @@ def _print_prediction(screen: Screen, prediction: Prediction) -> None:
     )
     for change in better.changes:
         screen.line(f"  {change}")
+
+
+def _answer(prediction: Prediction) -> str:
+    """Return the predicted steps with holmes and without it, and whether holmes helps the job."""
+    step = f"{prediction.step_s:.4g} s"
+    stock = f"{prediction.stock_s:.4g} s"
+    ratio = prediction.stock_s / prediction.step_s
+    error = f"worst measured error of the model: {prediction.worst_error:.1%}"
+    if 1 / _EQUAL_STEPS < ratio < _EQUAL_STEPS:
+        return (
+            f"predicted step: {step} with and without holmes, which does not help this job; {error}"
+        )
+    text = (
+        f"predicted step: {step} with holmes, {stock} without ({ratio:.2f} times as long); {error}"
+    )
+    if ratio < 1:
+        text += "; holmes slows this job down: start it without holmes"
+    elif ratio - 1 < prediction.worst_error:
+        text += ", more than the gain"
+    return text

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from math import cos, inf, pi, sin
+from math import cos, inf, log10, pi, sin
+from textwrap import wrap
 from typing import Any
 
 from holmes_ext.cluster.fabric import ETHERNET
@@ -33,12 +34,15 @@ FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)
 LATENCIES = (30e-6, 1e-3, 5e-3, 20e-3, 80e-3, 200e-3)
 #: Fewest ticks of a logarithmic axis; with fewer, linear ticks are used.
 _MIN_TICKS = 3
-#: Factor from the data to the limits of the axis of seconds.
-_MARGIN = 1.12
-#: Most clusters side by side on a flat figure; more stand around a circle.
+#: Distance of the data from the limits of the axis of seconds: as a share of the axis, at least so
+#: many decades (a factor of 1.12).
+_MARGIN_SHARE, _MARGIN_DECADES = 0.05, 0.05
+#: Most clusters on a flat figure: two are side by side, more are all around the circle.
 _MOST_FLAT = 2
 #: Most clusters with the rates at their links; with more, the rates would cover each other.
 _MOST_LABELLED = 4
+#: Most letters of a line of text in a cluster's circle.
+_CIRCLE_LETTERS = 12
 #: Half of the drawing's width. The circle has radius 1; the rest is space for the clusters' boxes.
 _HALF_WIDTH = 1.4
 
@@ -92,11 +96,13 @@ def _cluster_text(site: Site, name: str, node_count: int, used_count: int) -> st
         used_count: Number of those that the plan uses.
     """
     nodes = counted(node_count, "node")
-    lines = [name, nodes]
+    lines = wrap(name, _CIRCLE_LETTERS)
     if not used_count:
-        lines.append("left out")
+        lines += [nodes, "left out"]
     elif used_count < node_count:
-        lines = [name, f"{used_count} of {nodes}"]
+        lines.append(f"{used_count} of {nodes}")
+    else:
+        lines.append(nodes)
     uplink_bps = site.wan.uplink_of.get(name)
     if uplink_bps:
         lines += ["uplink", format_rate(uplink_bps)]
@@ -175,7 +181,7 @@ def draw_what_if(result: SearchResult, width: float = WIDE) -> Any:
     by_latency_axis.set_xticks(LATENCIES, labels)
     # Both panels have the same logarithmic scale of seconds.
     all_seconds = [seconds for times in (*by_rate, *by_latency) for seconds in times]
-    low, high = min(all_seconds) / _MARGIN, max(all_seconds) * _MARGIN
+    low, high = _limits(all_seconds)
     ticks = _ticks(plt, low, high)
     origin = "simulated" if best.simulated_s else "closed form"
     by_rate_axis.set_yscale("log")
@@ -201,6 +207,13 @@ def _what_if(result: SearchResult) -> tuple[list[StepTimes], list[StepTimes]]:
     by_rate = [with_ethernet(result, best, factor) for factor in FACTORS]
     by_latency = [with_site(result, best, with_latency(site, seconds)) for seconds in LATENCIES]
     return by_rate, by_latency
+
+
+def _limits(values: Sequence[float]) -> tuple[float, float]:
+    """Return the limits of a logarithmic axis: no value lies at its border."""
+    low, high = min(values), max(values)
+    factor = 10 ** max(_MARGIN_DECADES, _MARGIN_SHARE * log10(high / low))
+    return low / factor, high * factor
 
 
 def _ticks(plt: Any, low: float, high: float) -> Sequence[float]:

@@ -29,6 +29,9 @@ class Cut(NamedTuple):
     end: float
     gap: float  # width of the gap, in seconds of the axis
 
+    def __str__(self) -> str:
+        return f"{self.start:.3g} to {self.end:.3g} s"
+
     @property
     def seconds(self) -> float:
         """Seconds by which the drawn time is shorter than the step."""
@@ -48,7 +51,7 @@ class Cut(NamedTuple):
         return result
 
     def mark(self, axis: Any, seconds: float) -> None:
-        """Draw the gap on an axis, and label where it begins and where the step ends.
+        """Draw the gap on an axis, and label where the step begins and ends.
 
         Args:
             axis: Axes of the timeline.
@@ -58,11 +61,7 @@ class Cut(NamedTuple):
         axis.axvspan(self.start, self.start + self.gap, color=PAPER, zorder=3)
         for x in (self.start, self.start + self.gap):
             axis.axvline(x, color=INK, lw=1, ls=":", zorder=4)
-        ticks = {
-            0.0: "0",
-            self.start: f"{self.start:.3g}",
-            drawn_end: f"{seconds:.4g}",
-        }
+        ticks = {0.0: "0", drawn_end: f"{seconds:.4g}"}
         axis.set_xticks(list(ticks), list(ticks.values()))
 
 

@@ -51,6 +51,7 @@ def over_time_figure(run: Run, plans: tuple[PlanRow, ...], width: float = WIDE) 
         ylim=(0, 1.6 * max(points)),
         xlim=(steps[0] - 0.5, steps[-1] + 0.5),
     )
+    axis.xaxis.set_major_locator(plt.MaxNLocator(integer=True, steps=(1, 2, 5, 10)))
     axis.spines[["top", "right"]].set_visible(False)
     columns = 1 if is_narrow(width) else 3
     figure.legend(loc="outside lower left", ncols=columns, frameon=False, fontsize=SMALL)

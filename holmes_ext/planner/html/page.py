@@ -24,12 +24,17 @@ linear-gradient(270deg,var(--edge),transparent) 100% 0/.7em 100% no-repeat}}
 .scroll svg{{display:block}}.narrow{{display:none}}
 @media(max-width:960px){{.wide{{display:none}}.narrow{{display:block}}}}table{{border-collapse:collapse}}
 td,th{{padding:.3em .8em;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}}
-td.text,th.text,td:first-child,th:first-child{{text-align:left}}tr.strong td{{font-weight:bold}}
+td.text,th.text,td:first-child,th:first-child{{text-align:left}}
+td.long,th.long{{white-space:normal;min-width:9em}}
+@media(max-width:600px){{td,th{{padding:.3em .45em}}th{{white-space:normal}}}}tr.strong td{{font-weight:bold}}
 pre{{background:var(--shade);padding:.6em;margin:.3em 0;user-select:all;white-space:pre-wrap;
 overflow-wrap:anywhere}}
-pre span{{display:inline-block;max-width:100%}}
+pre span{{display:inline-block;max-width:100%;word-break:break-all}}
 </style></head><body>
 """
+
+#: Most characters of a cell without line breaks.
+_LONG = 20
 
 
 def page(title: str, *parts: str) -> str:
@@ -55,38 +60,46 @@ def paragraphs(lines: Iterable[str]) -> str:
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], strong: int | None = None) -> str:
     """Return a table of plain texts; columns with a number are flush right.
 
+    Columns of long texts have line breaks if the table is wider than the page.
+
     Args:
         head: Names of the columns.
         rows: Texts of each row.
         strong: Index of a row in bold, -1 for the last.
     """
     texts = list(rows)
-    is_text_column = []
-    for column in zip(*texts):
-        has_number = any(re.match(r"[-~]?\d", cell) for cell in column)
-        is_text_column.append(not has_number)
+    classes = [_column_class(column) for column in zip(*texts)] or [""] * len(head)
     bold_row = None if strong is None else strong % len(texts)
-    lines = [_row("th", head, is_text_column)]
+    lines = [_row("th", head, classes)]
     for number, cells in enumerate(texts):
-        lines.append(_row("td", cells, is_text_column, is_bold=number == bold_row))
+        lines.append(_row("td", cells, classes, is_bold=number == bold_row))
     return _scroll(f"<table>{''.join(lines)}</table>", "table")
 
 
-def _row(
-    tag: str, cells: Sequence[str], is_text_column: Sequence[bool], is_bold: bool = False
-) -> str:
+def _column_class(column: Sequence[str]) -> str:
+    """Return the class attribute of a column's cells; "" for short numbers."""
+    names = []
+    if not any(re.match(r"[-~]?\d", cell) for cell in column):
+        names.append("text")
+    if max(map(len, column)) > _LONG:
+        names.append("long")
+    return f' class="{" ".join(names)}"' if names else ""
+
+
+def _row(tag: str, cells: Sequence[str], classes: Sequence[str], is_bold: bool = False) -> str:
     """Return a row of a table.
 
     Args:
         tag: "th" for the head, "td" for other rows.
         cells: Texts of the row.
-        is_text_column: For each column, whether it has text and not numbers; (): all have numbers.
+        classes: Class attribute of each column's cells, as _column_class() returns it.
         is_bold: Whether the row is bold.
     """
     parts = ["<tr class=strong>" if is_bold else "<tr>"]
-    for cell, is_text in zip(cells, is_text_column or [False] * len(cells)):
-        opening = f"{tag} class=text" if is_text else tag
-        parts.append(f"<{opening}>{html.escape(cell)}</{tag}>")
+    for cell, class_attribute in zip(cells, classes):
+        # A long list without spaces, such as "every=32,fragments=4", breaks after a comma.
+        text = re.sub(r",(?=[^\s\d])", ",<wbr>", html.escape(cell))
+        parts.append(f"<{tag}{class_attribute}>{text}</{tag}>")
     parts.append("</tr>")
     return "".join(parts)
 

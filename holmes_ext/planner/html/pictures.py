@@ -76,15 +76,18 @@ def chart(paint: Callable[[float], Any], alt: str) -> str:
         paint: Returns the figure for a width in inches.
         alt: Text for screen readers.
     """
-    wide = picture(svg(paint(WIDE)), alt)
-    narrow = picture(svg(paint(NARROW)), alt)
+    wide = picture(svg(paint(WIDE), name="wide"), alt)
+    narrow = picture(svg(paint(NARROW), name="narrow"), alt)
     return f"<div class=wide>{wide}</div><div class=narrow>{narrow}</div>"
 
 
-def svg(figure: Any) -> str:
-    """Return a figure as an <svg> element with real text, in the colors of the page around it."""
+def svg(figure: Any, name: str = "") -> str:
+    """Return a figure as an <svg> element with real text, in the colors of the page around it.
+
+    Ids in the SVG differ by `name`: a browser takes the first element of an id, even in a hidden SVG.
+    """
     buffer = io.StringIO()
-    with pyplot().rc_context({"svg.fonttype": "none", "svg.hashsalt": "holmes"}):
+    with pyplot().rc_context({"svg.fonttype": "none", "svg.hashsalt": f"holmes {name}"}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     pyplot().close(figure)
     text = buffer.getvalue()
@@ -101,9 +104,11 @@ def _smaller(text: str) -> str:
     """Shorten an SVG of matplotlib: one decimal in tags, short rectangles, fewer paths.
 
     The patterns fit the text that matplotlib writes: a rectangle is a path of four lines, with a
-    line break after each. A path drawn in another way stays as it is.
+    line break after each. A path drawn in another way stays as it is. Opacities keep their decimals:
+    with one, 0.08 would be 0, and nothing drawn.
     """
-    text = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\.\d)\d+", r"\1", tag[0]), text)
+    decimals = re.compile(r"(?<!opacity: \d)(\.\d)\d+")
+    text = re.sub(r"<[^>]+>", lambda tag: decimals.sub(r"\1", tag[0]), text)
     # A rectangle: M x y, L x y2, L x2 y2, L x2 y, z. \1 and \3 are the coordinates that recur. Its
     # lines become vertical and horizontal lines (V, H) with a single coordinate each.
     text = re.sub(
@@ -451,7 +456,7 @@ class _Drawn(NamedTuple):
         cut = cut_of(rows, chunks)
         if cut is None:
             return cls(title, rows, seconds, cut)
-        title += f" (the first and the last {END_MICRO_BATCHES} micro-batches)"
+        title += f" (first and last {END_MICRO_BATCHES} micro-batches, without {cut})"
         return cls(title, cut.rows(rows), seconds - cut.seconds, cut)
 
 

@@ -80,12 +80,14 @@ def placement(result: SearchResult, width: float = WIDE) -> Any:
     height = max(2.2, (0.75 if narrow else 0.4) * len(best.split) + 1.6)
     figure, axis = plt.subplots(figsize=(width, height), layout="constrained")
     in_legend = set()  # indices of clusters
+    # A cluster has its color also in the picture of all clusters, some of which may be left out.
+    all_clusters = (result.on_all or result).network.site.clusters
     for stage, contents in enumerate(best.placement.stages):
         # The stage's bar, with a part for each group of nodes of the same type.
         left = 0
         for node_type, rank_count in contents:
             name = network.cluster(node_type)
-            index = network.site.clusters.index(name)
+            index = all_clusters.index(name)
             label = None if index in in_legend else name
             color = CLUSTER_COLORS[index % len(CLUSTER_COLORS)]
             axis.barh(
@@ -234,12 +236,15 @@ PAINTED: dict[str, Callable[..., Any]] = {
 def painted(result: SearchResult) -> dict[str, Callable[..., Any]]:
     """Return the pictures of PAINTED: name of the picture -> function that draws it.
 
-    For a site of a single cluster, the picture of other rates between clusters is left out.
+    A picture of the network between clusters is left out if there is only one cluster: "clusters" for
+    a site of one, "ethernet" for a plan on one.
     """
-    has_one_cluster = len(result.network.site.clusters) == 1
-    return {
-        name: paint for name, paint in PAINTED.items() if name != "ethernet" or not has_one_cluster
-    }
+    pictures = dict(PAINTED)
+    if len((result.on_all or result).network.site.clusters) == 1:
+        del pictures["clusters"]
+    if len(result.network.site.clusters) == 1:
+        del pictures["ethernet"]
+    return pictures
 
 
 def of_limit(used: float, limit: float) -> str:

@@ -106,27 +106,32 @@ def are_reasons_simulated(result: SearchResult) -> bool:
 
 
 def _remembered_reasons(result: SearchResult) -> _StepTimeByCause:
-    """Return the step time by cause, computed once for the best plan."""
-    return result.remember("reasons", result.best, lambda: _compute_reasons(result))
+    """Return the seconds of a step by cause.
 
-
-def _compute_reasons(result: SearchResult) -> _StepTimeByCause:
-    """Compute the seconds of a step by cause; reasons() remembers them."""
+    The closed form of a plan that could not be simulated in time is not remembered: the page, which has
+    no deadline, simulates the seconds by cause as its other pictures.
+    """
     best = result.best
     layout = result.user_layout
     if layout is best:
         layout = None
     try:
-        by_plan = _causes_by_plan(result, best, layout)
-        return _StepTimeByCause(by_plan, are_simulated=bool(best.simulated_s))
+        return result.remember("reasons", best, lambda: _reasons_of(result, best, layout))
     except TimeIsOver:
         # causes() takes the closed form for candidates that were not simulated (simulated_s is 0).
         # That needs no time, so it gets copies of the plans without a simulated step time.
         best = replace(best, simulated_s=0.0)
         if layout is not None:
             layout = replace(layout, simulated_s=0.0)
-        by_plan = _causes_by_plan(result, best, layout)
-        return _StepTimeByCause(by_plan, are_simulated=False)
+        return _reasons_of(result, best, layout)
+
+
+def _reasons_of(
+    result: SearchResult, best: Candidate, layout: Candidate | None
+) -> _StepTimeByCause:
+    """Compute the seconds of a step by cause; the arguments are those of _causes_by_plan()."""
+    by_plan = _causes_by_plan(result, best, layout)
+    return _StepTimeByCause(by_plan, are_simulated=bool(best.simulated_s))
 
 
 def _causes_by_plan(

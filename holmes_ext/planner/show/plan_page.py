@@ -62,14 +62,14 @@ def document(
     return page(
         "holmes plan",
         heading(search_table.title(result), 1),
-        paragraphs([*optimality_gap, *search_table.why_lines(result), *job.lines]),
+        paragraphs([*job.lines, *optimality_gap, *search_table.why_lines(result)]),
         *(part for forecast in besides.values() for part in forecast.page_parts()),
         heading("Start it"),
         *_launches(result, args, starts),
         heading("Placement"),
         paragraphs([placement]),
         drawn["placement"],
-        drawn["clusters"],
+        drawn.get("clusters", ""),  # "" for a site of one cluster
         *_links(result),
         heading("One step"),
         paragraphs([*search_table.stage_link_lines(result, best), *thin_stages(result, best)]),

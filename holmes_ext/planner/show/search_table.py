@@ -280,7 +280,7 @@ def _show_seconds_by_cause(screen: Screen, result: SearchResult, end: float = in
     for line in (*stage_link_lines(result, result.best), *thin_stages(result, result.best)):
         screen.line(line)
     title, head, rows = why_table(result)
-    columns = [Column(head[0], wrap=20), *(Column(name, right=True) for name in head[1:])]
+    columns = [Column(head[0], wrap=14), *(Column(name, right=True) for name in head[1:])]
     styles = ["", *[""] * (len(rows) - 2), "bold"]  # the last row is the sum
     screen.table(columns, rows, title, styles)
     for line in why_lines(result, end):
@@ -342,9 +342,9 @@ def why_lines(result: SearchResult, end: float = inf) -> list[str]:
     if not is_only_plan:
         fastest = best_stock(result, end)  # None: none fits, or the time is over
         if fastest:
-            ratio = fastest.step_s / best_s
-            sizes = f"{sizes_text(fastest.shape)}: {fastest.step_s:.4g} s"
-            lines.append(f"{ratio:.2f} x stock with the sizes that suit it best ({sizes})")
+            batch = f"{fastest.shape.micro_batch}x{fastest.shape.micro_batches}"
+            sizes = f"{sizes_text(fastest.shape)}, batch {batch}: {fastest.step_s:.4g} s"
+            lines.append(f"{fastest.step_s / best_s:.2f} x stock with its best sizes ({sizes})")
     stage = _fullest_stage(best)
     used = of_limit(best.memory_bytes[stage], best.limit_bytes[stage])
     terms = _terms_text(memory_terms(result, best))

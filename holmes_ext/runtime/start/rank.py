@@ -147,6 +147,7 @@ def start(
         maker=maker,
     )
     current.forced_nets = verdict["forced_nets"]
+    current.nic_problems = tuple(verdict["nic_problems"])
     session.set_active(current)
     return current, [*lines, *node_environment(current.node, environ, site.fabrics)]
 
@@ -189,7 +190,8 @@ def _make_verdict(request: JobRequest, nodes: list[NodeReport]) -> dict[str, Any
 
     Returns:
         "site": nodes, ports and fabrics. "plan" and "source": the plan, and where it comes from. "lines":
-        lines for the user. "forced_nets": name of a NCCL network -> the file that forces it.
+        lines for the user. "nic_problems": those of the lines that Session.nic_problems has.
+        "forced_nets": name of a NCCL network -> the file that forces it.
     """
     site, plan = request.make_plan(nodes)
     if request.options.fallback == "fail":
@@ -199,10 +201,14 @@ def _make_verdict(request: JobRequest, nodes: list[NodeReport]) -> dict[str, Any
     for node in nodes:
         if node.nccl.forced_net:
             forced_nets[node.nccl.forced_net] = f"{node.nccl.forced_in} of node {node.name}"
+    nic_problems = [
+        *_weak_nics(nodes, site),
+        *nccl_remarks(site, nodes),  # NICs that NCCL does not use as expected
+    ]
     lines = [
         *_absent_nodes(request.spec, site),  # nodes of cluster.toml that are not in this job
-        *_lost_nics(nodes, site),  # NICs that are slower than declared, faulty or down
-        *nccl_remarks(site, nodes),  # NICs that NCCL does not use as expected
+        *_faulty_ports(site),
+        *nic_problems,
         *apart_by_subnet(site),  # RoCE NICs that count as separate because of their IP subnets
     ]
     return {
@@ -210,6 +216,7 @@ def _make_verdict(request: JobRequest, nodes: list[NodeReport]) -> dict[str, Any
         "plan": plan.to_json(),
         "source": plan.source,
         "lines": lines,
+        "nic_problems": nic_problems,
         "forced_nets": forced_nets,
     }
 
@@ -290,21 +297,9 @@ def _absent_nodes(spec: SiteSpec | None, site: Site) -> list[str]:
     return [f"{len(present)} of the {total} nodes of {site.source}; not in this job: {names}"]
 
 
-def _lost_nics(reports: list[NodeReport], site: Site) -> list[str]:
-    """Return a line for every fast NIC that is slower than declared, faulty or down.
-
-    "Lost" means all three: the job lacks at least a part of the rate of such a NIC. "Declared" is
-    the rate in cluster.toml, the user's description of the cluster. The plan uses that rate even if
-    the NIC reports a lower rate.
-
-    Args:
-        reports: NICs of each node, as the node sees them.
-        site: Nodes and ports of the job, with faults that were found.
-    """
-    lines = [
-        f"node {name}: {text}; the plan counts on what the file says"
-        for name, text in slower_than_declared(site, reports)
-    ]
+def _faulty_ports(site: Site) -> list[str]:
+    """Return a line for every port with a fault."""
+    lines = []
     for node in site.nodes:
         for port in node.ports:
             # port.fault: the problem in words, "" if there is none. port.usable: whether the port
@@ -315,6 +310,23 @@ def _lost_nics(reports: list[NodeReport], site: Site) -> list[str]:
                     f"node {node.name}: {port.fault}; on fabric {port.fabric} it {effect} "
                     "(--holmes-fallback fail would end the job)"
                 )
+    return lines
+
+
+def _weak_nics(reports: list[NodeReport], site: Site) -> list[str]:
+    """Return a line for every fast NIC that is slower than declared, or down and in no port of the site.
+
+    "Declared" is the rate in cluster.toml, the user's description of the cluster. The plan uses that
+    rate even if the NIC reports a lower one.
+
+    Args:
+        reports: NICs of each node, as the node sees them.
+        site: Nodes and ports of the job.
+    """
+    lines = [
+        f"node {name}: {text}; the plan counts on what the file says"
+        for name, text in slower_than_declared(site, reports)
+    ]
     # Site.source is the default of this field: the site was made from the NICs, without
     # cluster.toml.
     is_derived_from_nics = site.source == Site.source

@@ -45,15 +45,15 @@ STEP_TOKENS = 1 * 8 * 2 * 16
 ACCELERATOR = {"flops": 6.7e9, "classes": ["Block"]}
 CLUSTER = "two_clusters_4.toml"
 #: Columns of the table. The last two are the MB that a node sends in a step on Ethernet and on its fast NIC.
-HEAD = (
-    "run",
-    "step, s (spread)",
-    "token/s",
-    "x stock",
-    "x all-RDMA",
-    "last loss",
-    "Eth MB",
-    "fast MB",
+COLUMNS = (
+    Column("run"),
+    Column("step, s (spread)", right=True),
+    Column("token/s", right=True, drop=2),
+    Column("x stock", right=True),
+    Column("x all-RDMA", right=True),
+    Column("last loss", right=True, drop=1),
+    Column("Eth MB", right=True, drop=3),
+    Column("fast MB", right=True, drop=3),
 )
 
 
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
         if args.timeline:
             save(args.timeline, pictures.svg_file(pictures.timeline_figure(traces)), "the picture")
     screen.table(
-        [Column(name, right=name != "run") for name in HEAD],
+        COLUMNS,
         _rows(series),
         title=f"holmes: {result['ratio_to_stock']:.2f} x stock, {result['ratio_to_bound']:.2f} x all-RDMA;"
         f" losses differ by {result['max_loss_difference']:.1g}\n",
@@ -252,7 +252,7 @@ def _result(series: dict[str, Series]) -> dict[str, Any]:
 def _rows(series: dict[str, Series]) -> list[list[str]]:
     """Return a row of the table for each variant.
 
-    The columns are those of HEAD: name, step time and its spread, tokens per second, throughput
+    The columns are those of COLUMNS: name, step time and its spread, tokens per second, throughput
     relative to stock and to all-RDMA, last loss, and the MB that a node sends in a step
     on Ethernet and on its fast NICs.
 
@@ -324,7 +324,7 @@ def _report(
         "holmes demo",
         heading(f"One GPT on two clusters: {ratios}", 1),
         paragraphs([about]),
-        table(HEAD, _rows(series)),
+        table([column.name for column in COLUMNS], _rows(series)),
         paragraphs([message]),
         heading("Who sits where, over which NIC"),
         pictures.chart(

@@ -44,6 +44,7 @@ WEST_STEPS_UNTIL_KILLED = 40
 EAST_STEPS_ALONE = 30  # before "west" is restarted
 LEAST_STEPS = 2 * WEST_STEPS_UNTIL_KILLED + EAST_STEPS_ALONE  # of "east", for all parts of the demo
 _KILLED_JOB = 1  # index of "west" until it is killed; 0 is "east", and 2 is the restarted "west"
+_WHAT_IS_REAL = "Step times are emulated; the network, its delay and the losses are real."
 COLUMNS = (
     Column("job"),
     Column("from, s", right=True),
@@ -83,10 +84,7 @@ def run(as_json: bool, steps: int, output: str) -> int:
     for event in result["events"]:
         if not _is_round(event):  # the rounds are only counted
             screen.line(event)
-    screen.line(
-        f"{result['rounds']} rounds. Step times are emulated; the network, its delay and the losses "
-        f"are real.\nPicture: {output}"
-    )
+    screen.line(f"{result['rounds']} rounds. {_WHAT_IS_REAL}\nPicture: {output}")
     if as_json:
         print(json.dumps(result))
     return 0 if result["came_back"] and result["rounds_of_both"] else 1
@@ -209,6 +207,7 @@ def _report(rows: list[list[str]], result: dict[str, Any]) -> str:
         table([column.name for column in COLUMNS], rows),
         paragraphs(
             [
+                _WHAT_IS_REAL,
                 f"{result['rounds']} rounds, {result['rounds_of_both']} of them of both jobs.",
                 *(event for event in result["events"] if not _is_round(event)),
             ]

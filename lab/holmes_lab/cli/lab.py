@@ -388,6 +388,24 @@ def _shell(args: argparse.Namespace) -> int:
         return run_on_host(host.holder, argv, {**os.environ, **host.variables})
 
 
+_LINK_COLUMNS = (
+    Column("link"),
+    Column("nodes", drop=2),
+    Column("message", right=True, drop=1),
+    Column("configured", right=True),
+    Column("achieved", right=True),
+    Column("ratio", right=True),
+    Column("", wrap=13),  # the verdict
+)
+_BETWEEN_COLUMNS = (
+    Column("between"),
+    Column("what"),
+    Column("configured", right=True),
+    Column("achieved", right=True),
+    Column("", wrap=13),  # the verdict
+)
+
+
 def _measure(args: argparse.Namespace) -> int:
     """Measure all links of emulated clusters (`holmes lab measure`), and print a table or JSON.
 
@@ -406,19 +424,11 @@ def _measure(args: argparse.Namespace) -> int:
             )
         )
     else:
-        columns = [
-            Column(name, right=name not in ("link", "nodes", ""))
-            for name in ("link", "nodes", "message", "configured", "achieved", "ratio", "")
-        ]
         title = f"{args.cluster}, scale {args.scale:g}: achieved against configured bandwidth"
-        Screen().table(columns, [_cells(row) for row in rows], title)
+        Screen().table(_LINK_COLUMNS, [_cells(row) for row in rows], title)
         if rows_between_clusters:
-            columns = [
-                Column(name, right=name in ("configured", "achieved"))
-                for name in ("between", "what", "configured", "achieved", "")
-            ]
             cells = [_between_cells(row) for row in rows_between_clusters]
-            Screen().table(columns, cells, "between the clusters")
+            Screen().table(_BETWEEN_COLUMNS, cells, "between the clusters")
     # The rate of a small message is only shown (row.counts is false).
     judged = [row.within for row in rows if row.counts]
     judged += [row.within for row in rows_between_clusters]

@@ -35,11 +35,11 @@ from holmes_lab.process.job import RunResult
 GROUPS = (
     Column("run", drop=1),
     Column("group"),
-    Column("communicators", right=True),
+    Column("communicators", right=True, drop=2),
     Column("ranks", right=True),
     Column("nodes", right=True),
     Column("NCCL's network"),
-    Column("NICs"),
+    Column("NICs", wrap=12),
 )
 NICS = (
     Column("run", drop=1),

@@ -7,9 +7,10 @@ import json
 import re
 from itertools import product
 
+import clusters
 import pytest
 from browser import Browser, chromium
-from holmes_lab.cli import demo
+from holmes_lab.cli import demo, joined_demo
 from holmes_lab.compare import Series, Variant, all_rdma
 from holmes_lab.process.ranks import interleave
 from telemetry_files import write
@@ -62,14 +63,37 @@ def of_the_demo(folder):
     return demo._report(variants, series, demo._result(series), traces)
 
 
+def of_the_joined_demo():
+    """Return the page of a run in which west is killed at its end."""
+    losses = [5.0 - 0.1 * step for step in range(20)]
+    job = {"from": 0.0, "to": 20.0, "losses": losses, "seconds": [1.0] * len(losses)}
+    jobs = [{"job": name, **job} for name in ("east", "west", "west")]
+    events = ["12:00:00 job west is gone: its connection was closed"] * 5
+    result = {"jobs": jobs, "events": events, "rounds": 3, "rounds_of_both": 2}
+    return joined_demo._report([joined_demo._row(one) for one in jobs], result)
+
+
+def add_rounds(folder):
+    """Append rounds with other jobs to the telemetry of a run; two neighbours are not committed."""
+    for file in folder.glob("*.jsonl"):
+        with file.open("a") as lines:
+            for number in range(1, 41):
+                verdict = "void" if number in (7, 8) else "commit"
+                told = {"round": number, "verdict": verdict, "bytes": 500_000, "seconds": 2.0}
+                told |= {"exposed": 0.2, "drift": 0.5 if verdict == "commit" else None}
+                lines.write(json.dumps({"outer": told}) + "\n")
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """Name -> file."""
     top = tmp_path_factory.mktemp("pages")
-    files = {name: top / f"{name}.html" for name in ("demo", "report", "plan", "given", "joined")}
+    names = ("demo", "joined demo", "report", "plan", "given", "one cluster", "joined")
+    files = {name: top / f"{name}.html" for name in names}
     (top / "traces").mkdir()
     files["demo"].write_text(of_the_demo(top / "traces"))
-    write(top / "telemetry")
+    files["joined demo"].write_text(of_the_joined_demo())
+    add_rounds(write(top / "telemetry"))
     assert main(["report", str(top / "telemetry"), "--html", str(files["report"])]) == 0
     small, links = (str(CLUSTERS / f"{name}.toml") for name in ("two_clusters_4", "three_links_6"))
     model = ["--model", MODEL, "--global-batch", "24"]
@@ -79,6 +103,12 @@ def pages(tmp_path_factory):
         main(["plan", "--cluster", small, *model, "--pipeline", "2", "--html", str(files["given"])])
         == 0
     )
+    one_cluster = top / "one.toml"
+    one_cluster.write_text(clusters.toml("a ib 2Gb/s a0,a1", ethernet="1Gb/s"))
+    # So many micro-batches that only the first and the last ones are drawn.
+    many = ["--model", MODEL, "--global-batch", "256", "--pipeline", "2"]
+    page_of_one = ["--html", str(files["one cluster"])]
+    assert main(["plan", "--cluster", str(one_cluster), *many, *page_of_one]) == 0
     beside = ["--limit", "tensor=1,virtual=1", "--seconds", "1", "--joined"]
     assert main(["plan", "--cluster", links, *model, *beside, "--html", str(files["joined"])]) == 0
     return files
@@ -94,8 +124,9 @@ def browser(tmp_path_factory):
 @pytest.mark.parametrize(
     "name, width, dark",
     [
-        *product(("demo", "report", "plan", "joined"), (390, 1280), (False, True)),
+        *product(("demo", "joined demo", "report", "plan", "joined"), (390, 1280), (False, True)),
         ("given", 390, True),
+        ("one cluster", 390, False),
     ],
 )
 def test_a_page_is_whole(pages, browser, name, width, dark):
@@ -111,11 +142,14 @@ def test_faults_are_found(browser, tmp_path):
     cut = picture(
         "<svg width=50 height=20><text x=10 y=15>longer than its picture</text></svg>", "cut"
     )
+    labels = "<text x=0 y=15>first</text><text x=26 y=15>second</text>"
+    touching = picture(f"<svg width=90 height=20 font-size=14>{labels}</svg>", "labels")
     file = tmp_path / "bad.html"
-    file.write_text(page("bad", wide, over, cut))
+    file.write_text(page("bad", wide, over, cut, touching))
     seen = " ".join(browser.open(file, 390, False)["found"])
     for fault in (
         "overlap: one text | another text",
+        "overlap: first | second",
         "leaves the page",
         "wider than the window",
         "cut by its picture",
@@ -146,8 +180,8 @@ def test_parts_are_escaped():
     )
     assert "<title>&lt;a&gt;</title>" in made and "<h1>1 &lt; 2</h1>" in made
     assert (
-        "<td class=text>&lt;b&gt;</td>" in made
-        and "<tr class=strong><td class=text>c</td></tr>" in made
+        '<td class="text">&lt;b&gt;</td>' in made
+        and '<tr class=strong><td class="text">c</td></tr>' in made
     )
     assert "a &amp;&amp; b" in made
 

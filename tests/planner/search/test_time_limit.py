@@ -126,6 +126,8 @@ def test_output_after_the_deadline_is_that_of_the_closed_form():
         assert reasons(result) == reasons(closed)
         assert step_without(result, result.best) == step_without(closed, closed.best)
         assert best_stock(result) is None
+    # The page, which has no deadline, simulates what the terminal did not.
+    assert are_reasons_simulated(result)
     # What was remembered before the deadline stays simulated.
     again = replace(result, remembered={})
     simulated_reasons = reasons(again)
