@@ -11,89 +11,36 @@ seen before are not explored again. In each state:
     no endless wait   no round takes more than MOST_TICKS timeouts
 """
 
+import importlib
+import inspect
 import random
-from collections.abc import Iterator
+import sys
+import textwrap
+from dataclasses import replace
+from typing import Any
 
 import pytest
+from joined_explorer import (
+    MOST_TICKS,
+    Event,
+    Explored,
+    State,
+    events_if_still,
+    explore,
+    faults,
+    jobs_that_poll,
+    perform,
+    successors,
+)
 from joined_model import LIES, NAMES, Scene, World, Wrong
+from joined_states import fingerprint
 
 from holmes_ext.join.coordinator import settlement
 from holmes_ext.join.coordinator.settlement import Settlement
+from integration_tests.joined.mutants import MUTANTS, PACKAGE, Mutant
 from tests.selection import full
 
 ROUNDS = 8
-#: Timeouts of a round, and of an explored order of events: later states are not explored further.
-MOST_TICKS = 6
-
-
-def events_of(world: World) -> Iterator[tuple[str, str]]:
-    """Yield the events that can happen next, except that time passes."""
-    for name, job in world.jobs.items():
-        if not job.crashed and job.ended < world.scene.rounds:
-            yield "poll", name
-    crash = world.scene.crash
-    if crash and not world.jobs[crash].crashed:
-        yield "crash", crash
-    elif crash and not world.noticed:
-        yield "notice", crash
-    if world.scene.slow and not world.early_ticks:
-        yield "early tick", ""
-
-
-def perform(world: World, event: tuple[str, str]) -> None:
-    """Let an event happen."""
-    kind, name = event
-    if kind == "poll":
-        world.poll(name)
-    elif kind == "early tick":
-        world.early_ticks += 1
-        world.tick()
-    else:
-        {"crash": world.crash, "notice": world.notice, "tick": world.tick, "train": world.train}[
-            kind
-        ]()
-
-
-def after(world: World, event: tuple[str, str]) -> World:
-    """Return the world after an event."""
-    following = world.copy()
-    perform(following, event)
-    return following
-
-
-def event_if_all_wait(world: World) -> tuple[str, str] | None:
-    """Return what happens once no job can do anything: training goes on, or time passes."""
-    if all(job.ended >= world.scene.rounds for job in world.honest) or world.ticks >= MOST_TICKS:
-        return None
-    has_trained = all(job.may_offer for job in world.honest)
-    if world.scene.policy == "next" and not has_trained:
-        return "train", ""
-    return "tick", ""
-
-
-def next_worlds(world: World, mark: bytes) -> dict[bytes, World]:
-    """Return the worlds after each possible event; time passes only if no job can do anything.
-
-    Args:
-        world: A world.
-        mark: Its fingerprint.
-
-    Returns:
-        Fingerprint -> world.
-    """
-    worlds = {}
-    is_still = True
-    for event in events_of(world):
-        following = after(world, event)
-        following_mark = following.fingerprint()
-        if following_mark != mark:
-            worlds[following_mark] = following
-            is_still = is_still and event[0] != "poll"
-    last_event = event_if_all_wait(world)
-    if is_still and last_event is not None:
-        following = after(world, last_event)
-        worlds[following.fingerprint()] = following
-    return worlds
 
 
 def jobs_that_can_exchange(world: World) -> list[str]:
@@ -137,43 +84,22 @@ def is_dispute_of_two(world: World, alive: list[str]) -> bool:
     return len(alive) == 2 and world.scene.liar in alive and world.scene.lie in disputes
 
 
-def explore(scene: Scene, most_states: int = 10**6, checked_share: int = 1) -> int:
-    """Explore all orders of events of a scene; return the number of states.
-
-    Args:
-        scene: Jobs and faults.
-        most_states: States after which the exploration ends.
-        checked_share: Progress is checked from one of so many states.
-    """
-    start = World(scene)
-    unexplored = [(start.fingerprint(), start)]
-    seen = {mark for mark, _ in unexplored}
-    while unexplored and len(seen) < most_states:
-        mark, world = unexplored.pop()
-        if mark[0] % checked_share == 0:
-            check_progress(world)
-        for following_mark, following in next_worlds(world, mark).items():
-            if following_mark not in seen:
-                seen.add(following_mark)
-                unexplored.append((following_mark, following))
-    return len(seen)
-
-
 def walk(scene: Scene, seed: int) -> None:
     """Try one random order of events, and check the progress at its end."""
     chance = random.Random(seed)
     world = World(scene)
-    event: tuple[str, str] | None = ("tick", "")
-    while event is not None:
-        before = world.fingerprint()
-        events = list(events_of(world))
+    while True:
+        before = fingerprint(world)
+        events = [Event("poll", job.name) for job in jobs_that_poll(world)] + list(faults(world))
         chance.shuffle(events)
         for event in events:
             perform(world, event)
-        if world.fingerprint() == before:
-            event = event_if_all_wait(world)
-            if event is not None:
-                perform(world, event)
+        if fingerprint(world) != before:
+            continue
+        events = list(events_if_still(world))
+        if not events:
+            break
+        perform(world, chance.choice(events))
     check_progress(world)
 
 
@@ -210,17 +136,17 @@ CASES = [
 
 
 def scene_of(jobs: int, name: str, policy: str) -> Scene:
-    scene = scenes(jobs)[name]
-    rounds = 1 if jobs > 3 else scene.rounds
-    return Scene(**{**scene.__dict__, "policy": policy, "rounds": rounds})
+    return replace(scenes(jobs)[name], policy=policy)
 
 
-@full(share=1000)  # nightly: each case takes seconds, and the random orders below run each time
+@full(
+    share=1000
+)  # all of them are explored nightly; test_a_random_order_of_each_scene runs each time
 @pytest.mark.parametrize("jobs, name, policy", CASES)
 def test_all_orders(jobs, name, policy):
-    """Explore a scene completely; of the few that have more than 30,000 states, so many of them."""
-    scene = scene_of(jobs, name, policy)
-    explore(scene, most_states=30_000, checked_share=max(1, 4 ** (jobs - 3)))
+    explored = explore(scene_of(jobs, name, policy), check_progress)
+    assert explored.is_complete and explored.still
+    print(f"{explored.states} states, {len(explored.still)} of them still")
 
 
 @pytest.mark.parametrize("policy", ["ready", "next"])
@@ -271,3 +197,83 @@ def test_a_broken_rule_is_found(monkeypatch, what):
     with pytest.raises(Wrong):
         for seed in range(10):
             walk(scene, seed)
+
+
+#: Mutant of integration_tests/joined/mutants.py: a fault that the rules once had -> scene that must show it.
+EARLIER_FAULTS = {
+    "an offer counts in several rounds": Scene(2, slow=True, policy="next"),
+    "late names count in the quorum": Scene(3, liar="south", lie="accuses one", policy="next"),
+    "no failed pair uses the relay": Scene(2, cut=("east", "north")),
+    "whoever is accused is dropped before the only accuser": Scene(
+        3, liar="south", lie="accuses one"
+    ),
+}
+
+
+def reintroduce(monkeypatch, mutant: Mutant) -> None:
+    """Replace the function that a mutant breaks by the broken one, wherever it is imported."""
+    module = importlib.import_module(
+        f"{PACKAGE}.{mutant.file.removesuffix('.py').replace('/', '.')}"
+    )
+    classes = [item for item in vars(module).values() if inspect.isclass(item)]
+    modules = [item for name, item in sys.modules.items() if name.startswith(module.__package__)]
+    for owner in (module, *classes):
+        for name, function in list(vars(owner).items()):
+            if not inspect.isfunction(function) or function.__module__ != module.__name__:
+                continue
+            source = inspect.getsource(function)
+            if mutant.old not in source:
+                continue
+            broken: dict[str, Any] = {}
+            text = textwrap.dedent(source.replace(mutant.old, mutant.new))
+            exec(f"from __future__ import annotations\n{text}", vars(module) | broken, broken)
+            for user in (owner, *modules):
+                if vars(user).get(name) is function:
+                    monkeypatch.setattr(user, name, broken[name])
+            return
+    raise AssertionError(f"no function has {mutant.old!r}")
+
+
+@pytest.mark.parametrize("is_reduced", [True, False], ids=["reduced", "all"])
+@pytest.mark.parametrize("fault", EARLIER_FAULTS)
+def test_an_earlier_fault_is_found(monkeypatch, fault, is_reduced):
+    [mutant] = [mutant for mutant in MUTANTS if mutant.name == fault]
+    scene = EARLIER_FAULTS[fault]
+    explore(scene, check_progress, is_reduced)
+    reintroduce(monkeypatch, mutant)
+    with pytest.raises(Wrong):
+        explore(scene, check_progress, is_reduced)
+
+
+SMALL_CASES = [case for case in CASES if case[0] == 2] + [
+    pytest.param(*case, marks=full(share=100)) for case in CASES if case[0] == 3
+]
+
+
+@pytest.mark.parametrize("jobs, name, policy", SMALL_CASES)
+def test_the_reduction_reaches_all_still_states(jobs, name, policy):
+    """The property is checked in still states only: they are the same with all orders of requests."""
+    scene = scene_of(jobs, name, policy)
+    assert explore(scene, ignore).still == explore(scene, ignore, is_reduced=False).still
+
+
+@pytest.mark.parametrize("jobs, name, policy", SMALL_CASES)
+def test_states_with_equal_fingerprints_have_equal_futures(jobs, name, policy):
+    """Compare the states that follow, for each state that is reached in several ways."""
+    start = World(scene_of(jobs, name, policy))
+    unexplored = [State(start, fingerprint(start))]
+    following_of: dict[bytes, set[bytes]] = {}
+    while unexplored and len(following_of) < 2000:
+        state = unexplored.pop()
+        if state.world.ticks == MOST_TICKS:
+            continue
+        following = successors(state, Explored(), ignore, is_reduced=False)
+        marks = {successor.mark.world for successor in following}
+        if state.mark.world not in following_of:
+            following_of[state.mark.world] = marks
+            unexplored += following
+        assert following_of[state.mark.world] == marks
+
+
+def ignore(world: World) -> None:
+    """Check nothing."""

@@ -1,0 +1,158 @@
+"""Fingerprints of the states of joined_model.py: states with equal ones have the same futures.
+
+The exploration of all orders of events (joined_explorer.py) visits states with equal fingerprints only once.
+So a fingerprint contains all that later events depend on, and as little else as possible:
+
+    times            relative to now, and equal if longer ago than any rule waits
+    checksums        numbered in a fixed order: they depend on all earlier rounds, but it only matters which
+                     of them are equal
+    past rounds      only if a job may still ask for them, and only what replies depend on
+    crashed jobs     nothing of what they last did
+    counters, texts  left out if no rule reads them (_IRRELEVANT)
+
+test_all_orders.py shows that states with equal fingerprints have the same futures, and that no order of the
+coordinator's dicts, which fingerprints ignore, matters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from joined_model import START, TIMEOUT, ModelJob, World
+
+from holmes_ext.join.coordinator.reports import Claim
+from holmes_ext.join.coordinator.state import Member, RoundState
+
+#: Class -> fields that no later event depends on, or that _Canonical treats separately.
+_IRRELEVANT = {
+    "Member": {
+        "name",
+        "incarnation",
+        "hello",
+        "missed",
+        "rounds",
+        "lag_s",
+        "telemetry",
+        "rivals",
+        "since",
+        "catches_up_since",
+    },
+    "RoundState": {"left_out", "why", "factors", "gap", "excluded", "exchange_begin"},
+    "ModelJob": {"name", "salt", "commits"},
+    "ReadyReport": {"claims", "tokens", "norm", "why", "salted", "salt_round"},
+}
+#: No rule waits longer, except those about failed pairs.
+_LONGEST_WAIT_S = 2 * TIMEOUT + 1
+#: With rounds=async, a job counts as active for 5 s after its last request.
+_INACTIVE_S = 6.0
+
+
+class Fingerprint(NamedTuple):
+    """Hashes of a world."""
+
+    coordinator: bytes  # its rounds and members
+    world: bytes  # everything: the coordinator, the jobs and the network
+
+
+def fingerprint(world: World) -> Fingerprint:
+    """Return hashes of everything that later events depend on."""
+    state = world.coordinator.state
+    rolling = world.coordinator.policies["next"]
+    asked_rounds = {job.round for job in world.jobs.values() if not job.crashed} | {state.number}
+    canonical = _Canonical(world.now)
+    of_coordinator = [
+        [canonical.of(state.rounds.get(number)) for number in sorted(asked_rounds)],
+        canonical.of(state.members),
+        state.number,
+        canonical.of(state.committed),
+        _Canonical(world.now, longest_wait_s=1e9).of(state.failed_pairs.__dict__),
+    ]
+    request_times = sorted(rolling._request_times.items())
+    aggregates = {key: data for key, data in world.aggregates.items() if key[0] in asked_rounds}
+    of_world = [
+        of_coordinator,
+        [(name, world.now - time < _INACTIVE_S) for name, time in request_times],
+        [(name, sorted(report.offers)) for name, report in sorted(rolling._reports.items())],
+        sorted(rolling._first_offer_times, key=rolling._first_offer_times.__getitem__),
+        canonical.of(rolling._quorum_times),
+        canonical.of(world.jobs),
+        canonical.of(aggregates),
+        world.early_ticks,
+        world.noticed,
+    ]
+    return Fingerprint(_digest(of_coordinator), _digest(of_world))
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.blake2b(repr(value).encode(), digest_size=12).digest()
+
+
+class _Canonical:
+    """Converts values to ones whose repr() is equal for equal states, whatever the order in dicts and sets.
+
+    Args:
+        now: Current time.
+        longest_wait_s: Times longer ago are equal.
+    """
+
+    _fields_of: dict[type, tuple[str, ...]] = {}
+
+    def __init__(self, now: float, longest_wait_s: float = _LONGEST_WAIT_S):
+        self._now = now
+        self._longest_wait_s = longest_wait_s
+        self._number_of_checksum: dict[str, int] = {"": 0}
+
+    def of(self, value: Any) -> Any:
+        """Return the canonical form of a value."""
+        cls = type(value)
+        if cls in (str, int, bool) or value is None:
+            return value
+        if cls is float:
+            return self._age(value) if value > START / 2 else value
+        if cls is Claim:
+            numbers = self._number_of_checksum
+            return value.version, numbers.setdefault(value.checksum, len(numbers))
+        if cls is dict:
+            return [(_sortable(key), self.of(value[key])) for key in sorted(value, key=_sortable)]
+        if cls in (set, frozenset):
+            return sorted(map(_sortable, value))
+        if cls in (list, tuple):
+            return [self.of(item) for item in value]
+        if cls is ModelJob and value.crashed:
+            return "crashed"
+        if cls is RoundState and value.outcome:
+            return self._past_round(value)
+        return [*map(self.of, self._relevant_values(value)), *self._further_parts(value)]
+
+    def _age(self, time: float) -> float:
+        return min(round(self._now - time), self._longest_wait_s)
+
+    def _past_round(self, past: RoundState) -> Any:
+        """Return what replies about a round that is over depend on."""
+        ended_recently = self._now - past.last_report < _INACTIVE_S
+        names = [past.ready_reports, past.members, past.behind, past.informed]
+        return [past.number, past.fragment, past.outcome, ended_recently, *map(sorted, names)]
+
+    def _relevant_values(self, value: Any) -> list[Any]:
+        cls = type(value)
+        if cls not in self._fields_of:
+            irrelevant = _IRRELEVANT.get(cls.__name__, ())
+            names = [item.name for item in fields(value) if item.name not in irrelevant]
+            self._fields_of[cls] = tuple(names)
+        return [getattr(value, name) for name in self._fields_of[cls]]
+
+    def _further_parts(self, value: Any) -> list[Any]:
+        if isinstance(value, RoundState):
+            # From the begin of the exchange, the time is computed for which failed pairs are kept apart.
+            return [sorted(value.excluded), round(self._now - value.exchange_begin)]
+        if isinstance(value, Member):
+            is_catching_up = value.catches_up_after is not None
+            since = self._age(value.catches_up_since) if is_catching_up else 0
+            return [self._now - value.since < _INACTIVE_S, since]
+        return []
+
+
+def _sortable(key: Any) -> Any:
+    return tuple(sorted(key)) if isinstance(key, frozenset) else key
