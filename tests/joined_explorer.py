@@ -5,7 +5,7 @@ explore() begins at the start of a scene and tries each event that can happen ne
     poll         a job sends its request, and does what the reply says
     crash        the job that may crash does
     notice       the coordinator sees that the connection of the crashed job is closed
-    early tick   once, a timeout passes although jobs could go on
+    early tick   once, a timeout passes although slow jobs could go on; all others wait
     train        a job has a new pseudo-gradient (rounds=async)
     tick         a timeout passes
 
@@ -102,9 +102,14 @@ def successors(
                 successor = State(following, fingerprint(following))
                 if is_private(state, successor, name):
                     return [successor]
-    polls = [State(following, fingerprint(following)) for following in polled.values()]
-    polls = [successor for successor in polls if successor.mark != state.mark]
+    changed_by = {
+        name: State(following, fingerprint(following)) for name, following in polled.items()
+    }
+    polls = [successor for successor in changed_by.values() if successor.mark != state.mark]
+    may_go_on = [name for name, successor in changed_by.items() if successor.mark != state.mark]
     events = list(faults(world))
+    if not world.early_ticks and may_go_on and set(may_go_on) <= set(world.scene.slow):
+        events.append(Event("early tick"))
     if not polls:
         explored.still.add(state.mark.world)
         check(world)
@@ -162,8 +167,6 @@ def faults(world: World) -> Iterator[Event]:
         yield Event("crash", crash)
     elif crash and not world.noticed:
         yield Event("notice", crash)
-    if world.scene.slow and not world.early_ticks:
-        yield Event("early tick")
 
 
 def events_if_still(world: World) -> Iterator[Event]:
@@ -187,14 +190,11 @@ def events_if_still(world: World) -> Iterator[Event]:
 def is_reducible(world: World, polled: dict[str, World]) -> bool:
     """Return whether a state may have private requests.
 
-    It has none if time may pass early, or if the next request of a job makes the coordinator decide: the
-    decision may be one to go on without a job whose request comes later.
+    It has none if the next request of a job makes the coordinator decide: the decision may be one to go on
+    without a job whose request comes later.
     """
-    may_tick_early = world.scene.slow and not world.early_ticks
     decided = decisions(world)
-    return not may_tick_early and all(
-        decisions(following) == decided for following in polled.values()
-    )
+    return all(decisions(following) == decided for following in polled.values())
 
 
 def decisions(world: World) -> list[tuple[int, int, int, str]]:
@@ -219,7 +219,8 @@ def may_be_private(world: World, following: World, name: str) -> bool:
        reported again.
 
     A job may crash before or after each of its reports, and before or after the others exchange data with it.
-    So the reports of that job, and all exchanges, are not private while it may crash.
+    So the reports of that job, and all exchanges, are not private while it may crash. The requests of a slow
+    job are not private while a timeout may pass before them.
 
     Args:
         world: A world.
@@ -230,7 +231,8 @@ def may_be_private(world: World, following: World, name: str) -> bool:
     after = following.jobs[name]
     crash = world.scene.crash
     may_crash = bool(crash) and not world.jobs[crash].crashed
-    if before.step not in ("ask", "done", "checked"):
+    may_tick_early = name in world.scene.slow and not world.early_ticks
+    if before.step not in ("ask", "done", "checked") or may_tick_early:
         return False
     is_exchange = before.step == "done" and before.unreached is None
     if may_crash and is_exchange:

@@ -53,7 +53,7 @@ class Scene:
     crash: str = ""  # job that may crash, once, at any time
     liar: str = ""  # job that lies
     lie: str = ""  # how, one of LIES
-    slow: bool = False  # once, a timeout passes although a job could go on
+    slow: tuple[str, ...] = ()  # once, a timeout passes although these jobs could go on
     policy: str = "ready"  # "ready": rounds=sync; "next": rounds=async
     rounds: int = 2  # that each job makes
 

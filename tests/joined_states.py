@@ -17,6 +17,7 @@ coordinator's dicts, which fingerprints ignore, matters.
 from __future__ import annotations
 
 import hashlib
+import marshal
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ _IRRELEVANT = {
     "ModelJob": {"name", "salt", "commits"},
     "ReadyReport": {"claims", "tokens", "norm", "why", "salted", "salt_round"},
 }
+_PLAIN = frozenset((str, int, bool, type(None)))
 #: No rule waits longer, except those about failed pairs.
 _LONGEST_WAIT_S = 2 * TIMEOUT + 1
 #: With rounds=async, a job counts as active for 5 s after its last request.
@@ -71,8 +73,9 @@ def fingerprint(world: World) -> Fingerprint:
     ]
     request_times = sorted(rolling._request_times.items())
     aggregates = {key: data for key, data in world.aggregates.items() if key[0] in asked_rounds}
+    coordinator = _digest(of_coordinator)
     of_world = [
-        of_coordinator,
+        coordinator,
         [(name, world.now - time < _INACTIVE_S) for name, time in request_times],
         [(name, sorted(report.offers)) for name, report in sorted(rolling._reports.items())],
         sorted(rolling._first_offer_times, key=rolling._first_offer_times.__getitem__),
@@ -82,11 +85,12 @@ def fingerprint(world: World) -> Fingerprint:
         world.early_ticks,
         world.noticed,
     ]
-    return Fingerprint(_digest(of_coordinator), _digest(of_world))
+    return Fingerprint(coordinator, _digest(of_world))
 
 
 def _digest(value: Any) -> bytes:
-    return hashlib.blake2b(repr(value).encode(), digest_size=12).digest()
+    # Version 2 of the format: later ones depend on which objects are identical.
+    return hashlib.blake2b(marshal.dumps(value, 2), digest_size=12).digest()
 
 
 class _Canonical:
@@ -107,7 +111,7 @@ class _Canonical:
     def of(self, value: Any) -> Any:
         """Return the canonical form of a value."""
         cls = type(value)
-        if cls in (str, int, bool) or value is None:
+        if cls in _PLAIN:
             return value
         if cls is float:
             return self._age(value) if value > START / 2 else value

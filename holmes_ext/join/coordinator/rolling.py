@@ -117,7 +117,7 @@ class RollingRounds:
         last_round = state.rounds.get(state.number)
         if last_round is not None and not last_round.outcome:  # a round of other jobs is under way
             return None
-        if behind_reply := self._versions.behind_reply(member):
+        if behind_reply := self._versions.order_to_take(member):
             member.was_told_to_take_weights = True
             return behind_reply
         if why := _unusable_offer(report):

@@ -61,6 +61,11 @@ class Member:
     was_told_to_take_weights: bool = False
     #: Donors that gave this job other weights than claimed; the job takes no weights from them again.
     distrusted_donors: set[str] = field(default_factory=set)
+    #: Donor named in the last verdict "behind", and the versions that the job had then.
+    ordered_donor: str = ""
+    versions_when_ordered: list[int] = field(default_factory=list)
+    #: Donors from which the job could not take weights since it has these versions.
+    failed_donors: set[str] = field(default_factory=set)
     #: Fragment -> donor named in "behind", until the job's next report shows whether the weights are right.
     unchecked_donors: dict[int, str] = field(default_factory=dict)
     rounds: int = 0  # committed rounds with this job
