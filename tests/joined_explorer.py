@@ -6,7 +6,7 @@ explore() begins at the start of a scene and tries each event that can happen ne
     crash        the job that may crash does
     notice       the coordinator sees that the connection of the crashed job is closed
     early tick   once, a timeout passes although slow jobs could go on; all others wait
-    train        a job has a new pseudo-gradient (rounds=async)
+    train        a job has a new pseudo-gradient (rounds=async); of five jobs, four have at once
     tick         a timeout passes
 
 The last two happen only in still states, in which no request changes anything. A state that was
@@ -30,6 +30,8 @@ from joined_states import Fingerprint, fingerprint
 
 #: Timeouts that pass in an order of events: later states are not explored further.
 MOST_TICKS = 6
+#: Jobs of which each may have a pseudo-gradient at another time than the others.
+_MOST_TO_TRAIN_ALONE = 4
 
 
 class Event(NamedTuple):
@@ -141,6 +143,10 @@ def perform(world: World, event: Event) -> None:
         world.notice()
     elif event.kind == "train":
         world.train(event.job)
+    elif event.kind == "train others":
+        for name in world.jobs:
+            if name != event.job:
+                world.train(name)
     else:
         world.early_ticks += event.kind == "early tick"
         world.tick()
@@ -175,9 +181,17 @@ def events_if_still(world: World) -> Iterator[Event]:
         return
     jobs = [job for job in world.jobs.values() if not job.crashed]
     if world.scene.policy == "next":
-        for job in jobs:
-            if job.step == "ask" and not job.may_offer and job.ended < world.scene.rounds:
-                yield Event("train", job.name)
+        idle = [
+            job.name
+            for job in jobs
+            if job.step == "ask" and not job.may_offer and job.ended < world.scene.rounds
+        ]
+        # Of many jobs, at most one trains later than the others: otherwise there are too many states.
+        scene = world.scene
+        are_many = scene.jobs > _MOST_TO_TRAIN_ALONE or bool(scene.crash) and scene.jobs > 3
+        kind = "train others" if are_many and len(idle) == len(jobs) else "train"
+        for name in idle:
+            yield Event(kind, name)
         if any(job.step != "ask" or job.may_offer for job in jobs):
             yield Event("tick")
     elif any(job.ended < world.scene.rounds for job in world.honest):

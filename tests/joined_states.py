@@ -7,7 +7,7 @@ So a fingerprint contains all that later events depend on, and as little else as
     checksums        numbered in a fixed order: they depend on all earlier rounds, but it only matters which
                      of them are equal
     past rounds      only if a job may still ask for them, and only what replies depend on
-    crashed jobs     nothing of what they last did
+    crashed jobs     nothing of what they last did, and nothing of jobs that the coordinator has given up
     counters, texts  left out if no rule reads them (_IRRELEVANT)
 
 test_all_orders.py shows that states with equal fingerprints have the same futures, and that no order of the
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from joined_model import START, TIMEOUT, ModelJob, World
 
+from holmes_ext.join.coordinator.failed_pairs import FailedPairs
 from holmes_ext.join.coordinator.reports import Claim
 from holmes_ext.join.coordinator.state import Member, RoundState
 
@@ -45,7 +46,7 @@ _IRRELEVANT = {
     "ReadyReport": {"claims", "tokens", "norm", "why", "salted", "salt_round"},
 }
 _PLAIN = frozenset((str, int, bool, type(None)))
-#: No rule waits longer, except those about failed pairs.
+#: No rule waits longer, except those about failed pairs (_of_failed_pairs).
 _LONGEST_WAIT_S = 2 * TIMEOUT + 1
 #: With rounds=async, a job counts as active for 5 s after its last request.
 _INACTIVE_S = 6.0
@@ -63,21 +64,23 @@ def fingerprint(world: World) -> Fingerprint:
     state = world.coordinator.state
     rolling = world.coordinator.policies["next"]
     asked_rounds = {job.round for job in world.jobs.values() if not job.crashed} | {state.number}
+    present = {member.name for member in state.present()}
     canonical = _Canonical(world.now)
     of_coordinator = [
         [canonical.of(state.rounds.get(number)) for number in sorted(asked_rounds)],
-        canonical.of(state.members),
+        canonical.of({member.name: member for member in state.present()}),
         state.number,
         canonical.of(state.committed),
-        _Canonical(world.now, longest_wait_s=1e9).of(state.failed_pairs.__dict__),
+        _of_failed_pairs(state.failed_pairs, present, world.now),
     ]
-    request_times = sorted(rolling._request_times.items())
-    aggregates = {key: data for key, data in world.aggregates.items() if key[0] in asked_rounds}
     coordinator = _digest(of_coordinator)
+    times = rolling._request_times
+    reports = rolling._reports
+    aggregates = {key: data for key, data in world.aggregates.items() if key[0] in asked_rounds}
     of_world = [
         coordinator,
-        [(name, world.now - time < _INACTIVE_S) for name, time in request_times],
-        [(name, sorted(report.offers)) for name, report in sorted(rolling._reports.items())],
+        [(name, world.now - times[name] < _INACTIVE_S) for name in sorted(present & set(times))],
+        [(name, sorted(reports[name].offers)) for name in sorted(present & set(reports))],
         sorted(rolling._first_offer_times, key=rolling._first_offer_times.__getitem__),
         canonical.of(rolling._quorum_times),
         canonical.of(world.jobs),
@@ -86,6 +89,21 @@ def fingerprint(world: World) -> Fingerprint:
         world.noticed,
     ]
     return Fingerprint(coordinator, _digest(of_world))
+
+
+def _of_failed_pairs(failed_pairs: FailedPairs, present: set[str], now: float) -> Any:
+    """Return what later events depend on of the pairs of jobs that are present."""
+    relayed = [
+        (sorted(pair), round(now - item.until), item.lasts_s)
+        for pair, item in failed_pairs._relayed.items()
+        if pair <= present and now < item.until + item.lasts_s
+    ]
+    separated = [
+        (sorted(pair), sorted(item.reporters), round(max(0.0, item.until - now)))
+        for pair, item in failed_pairs._separations.items()
+        if pair <= present
+    ]
+    return [sorted(relayed), sorted(separated)]
 
 
 def _digest(value: Any) -> bytes:
@@ -98,14 +116,12 @@ class _Canonical:
 
     Args:
         now: Current time.
-        longest_wait_s: Times longer ago are equal.
     """
 
     _fields_of: dict[type, tuple[str, ...]] = {}
 
-    def __init__(self, now: float, longest_wait_s: float = _LONGEST_WAIT_S):
+    def __init__(self, now: float):
         self._now = now
-        self._longest_wait_s = longest_wait_s
         self._number_of_checksum: dict[str, int] = {"": 0}
 
     def of(self, value: Any) -> Any:
@@ -131,7 +147,7 @@ class _Canonical:
         return [*map(self.of, self._relevant_values(value)), *self._further_parts(value)]
 
     def _age(self, time: float) -> float:
-        return min(round(self._now - time), self._longest_wait_s)
+        return min(round(self._now - time), _LONGEST_WAIT_S)
 
     def _past_round(self, past: RoundState) -> Any:
         """Return what replies about a round that is over depend on."""

@@ -255,7 +255,7 @@ class FragmentRequest(NamedTuple):
     """Fragment that this job takes from a donor."""
 
     fragment: Fragment
-    index: int
+    number: int  # of the fragment
     least_version: int  # round of the last outer step that it must contain, or a later one
     tensors: tuple[str, ...]  # ANCHOR, MOMENTUM or both
 
@@ -390,14 +390,14 @@ def _take_fragment(
         least_version = request.least_version
         if any(version < least_version for version in versions):
             # No reason to try again: the donor has already waited for this version.
-            return f"it has fragment {request.index} of round {min(versions)}, not {least_version}"
+            return f"it has fragment {request.number} of round {min(versions)}, not {least_version}"
         if len(versions) == 1:
             anchor = read.tensors.get(ANCHOR)
             momentum = read.tensors.get(MOMENTUM)
             store(request.fragment, versions.pop(), anchor, momentum)
             return ""
         next_read = reader.read(request)
-    return f"fragment {request.index} was stepped each time while it was read"
+    return f"fragment {request.number} was stepped each time while it was read"
 
 
 def _fetch(
@@ -439,7 +439,7 @@ def _fetch(
             parts = {name: tensor[place] for name, tensor in taken.items()}
             version = _read(
                 channel,
-                request.index,
+                request.number,
                 request.least_version,
                 start=piece.start,
                 stop=piece.stop,
