@@ -91,11 +91,15 @@ class Versions:
             "versions": [donor.claims[fragment].version for fragment in fragments],
         }
 
-    def order_to_take(self, member: Member) -> Reply | None:
+    def order_to_take(self, member: Member, now: float) -> Reply | None:
         """Return the same as behind_reply(), for a job that gets this reply now.
 
         If the job still has the versions with which it got such a reply before, it could not take the
         weights: the connection to the donor may be broken. Then another donor is named, if there is one.
+
+        Args:
+            member: The job.
+            now: Current time, in seconds.
         """
         versions = [claim.version for claim in member.claims]
         if versions != member.versions_when_ordered:
@@ -107,6 +111,9 @@ class Versions:
         member.versions_when_ordered = versions
         if member.ordered_donor in member.failed_donors:  # all have failed: begin again
             member.failed_donors.clear()
+        if reply is not None:
+            member.orders_in_a_row += 1
+            member.taking_since = now
         return reply
 
     def accept_claims(self, member: Member, claims: Iterable[Claim]) -> None:
