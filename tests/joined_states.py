@@ -10,7 +10,7 @@ So a fingerprint contains all that later events depend on, and as little else as
     crashed jobs     nothing of what they last did, and nothing of jobs that the coordinator has given up
     counters, texts  left out if no rule reads them (_IRRELEVANT)
 
-test_all_orders.py shows that states with equal fingerprints have the same futures, and that no order of the
+test_explorer.py shows that states with equal fingerprints have the same futures, and that no order of the
 coordinator's dicts, which fingerprints ignore, matters.
 """
 
@@ -40,6 +40,8 @@ _IRRELEVANT = {
         "rivals",
         "since",
         "catches_up_since",
+        "orders_in_a_row",
+        "taking_since",
     },
     "RoundState": {"left_out", "why", "factors", "gap", "excluded", "exchange_begin"},
     "ModelJob": {"name", "salt", "commits"},
@@ -50,6 +52,10 @@ _PLAIN = frozenset((str, int, bool, type(None)))
 _LONGEST_WAIT_S = 2 * TIMEOUT + 1
 #: With rounds=async, a job counts as active for 5 s after its last request.
 _INACTIVE_S = 6.0
+#: With rounds=async, a round waits a quarter of a timeout for a job that takes weights, if the job was told
+#: to take them 2 to 5 times in a row.
+_LONGEST_TAKING_S = TIMEOUT / 4
+_MANY_ORDERS = 6
 
 
 class Fingerprint(NamedTuple):
@@ -170,7 +176,13 @@ class _Canonical:
         if isinstance(value, Member):
             is_catching_up = value.catches_up_after is not None
             since = self._age(value.catches_up_since) if is_catching_up else 0
-            return [self._now - value.since < _INACTIVE_S, since]
+            is_taking = value.taking_since is not None
+            return [
+                self._now - value.since < _INACTIVE_S,
+                since,
+                is_taking and self._now - value.taking_since < _LONGEST_TAKING_S,
+                min(value.orders_in_a_row, _MANY_ORDERS),
+            ]
         return []
 
 

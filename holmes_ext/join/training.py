@@ -27,6 +27,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.extensions import load
 from holmes_ext.join.address import JoinAddress, parse_address, port_range
 from holmes_ext.join.settings import OuterSettings, parse_outer
 from holmes_ext.join.sockets.certificates import MISSING
@@ -171,9 +172,8 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
         _restore_garbage_collection(_job)
     _job = _Job(address, settings, options, environ)
     _reduce_garbage_collection(_job)
-    # Imported here, because a job that joins no others must not load this module.
-    from holmes_ext.join.early_contact import begin_early_contact
-
+    # A job that joins no others must not load this module.
+    begin_early_contact = load("holmes_ext.join.early_contact:begin_early_contact")
     _job.early = begin_early_contact(address, options, environ)
     atexit.register(end)
     coordinator = address_text(address.host, address.port)

@@ -6,7 +6,8 @@ After Decoupled DiLoCo (arXiv 2604.21428):
    (A fragment is a part of the model's parameters that is exchanged in its own rounds.)
 2. When a quorum (half of the jobs, or the median of their settings `min` if that is more) offers the same
    fragment, a grace period begins in which other jobs may offer it, too.
-3. After it, or as soon as all jobs offer the fragment, the round begins. Every active job gets the verdict
+3. After it, or as soon as all jobs offer the fragment, the round begins. It waits a little for a job that was
+   behind twice in a row, and takes weights. Every active job gets the verdict
        go       contribute (share > 0) or only receive the sum (share 0); settlement.py decides what follows
    At any time a job may get
        behind   this job's weights are outdated: take these fragments from that job

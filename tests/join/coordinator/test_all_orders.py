@@ -1,95 +1,30 @@
 """Explores all orders of the messages of two to five joined jobs, with faults and a liar among them.
 
 The rules of the coordinator are the real ones (class Coordinator); jobs, network and time are a model
-(joined_model.py). From the start of a scene, each event that can happen next is tried: a job sends its
-request, a job crashes, its connection is seen to be closed, a timeout passes while all wait. States that were
-seen before are not explored again. In each state:
+(joined_model.py). joined_explorer.py says which events there are, and of which orders one is enough. The
+faults, and what must hold, are in joined_scenes.py.
 
-    identical data    jobs that commit a round apply the same data to the same weights (World checks this)
-    progress          if nothing else goes wrong from now on, and all jobs poll in turn, then the jobs
-                      that can exchange commit a round together within ROUNDS rounds
-    no endless wait   no round takes more than MOST_TICKS timeouts
+    complete         each combination of at most one failed pair, one crash and one liar; all orders of requests,
+                     of the crash, and of the end of its connection
+    depth            each job makes two rounds (2 or 3 jobs) or one (4 or 5 jobs), and at most MOST_TICKS timeouts
+                     pass; then each still state is played on for up to ROUNDS rounds, in one order
+    time             a timeout passes only if no request changes anything, or once before requests of slow jobs:
+                     of any (2 or 3 jobs), or of the first or the last one
+    rounds=async     of five jobs, or of four of which one crashes, at most one has its pseudo-gradient later
+    places           the failed pair are the first two jobs; the liar is the last one (NAMES: order of arrival)
 """
 
-import importlib
-import inspect
-import itertools
 import random
-import sys
-import textwrap
-from dataclasses import replace
-from typing import Any
 
 import pytest
-from joined_explorer import (
-    MOST_TICKS,
-    Event,
-    Explored,
-    State,
-    events_if_still,
-    explore,
-    faults,
-    jobs_that_poll,
-    perform,
-    successors,
-)
-from joined_model import LIES, NAMES, Scene, World, Wrong
+from joined_explorer import Event, events_if_still, explore, faults, jobs_that_poll, perform
+from joined_model import Scene, World, Wrong
+from joined_scenes import MARKED_CASES, SHARE_OF_JOBS, check_progress, scene_of, scenes
 from joined_states import fingerprint
 
 from holmes_ext.join.coordinator import settlement
 from holmes_ext.join.coordinator.settlement import Settlement
-from integration_tests.joined.mutants import MUTANTS, PACKAGE, Mutant
-from tests.selection import full, seed
-
-ROUNDS = 8
-#: Jobs -> rounds that each job makes in an explored order of events.
-ROUNDS_OF_JOBS = {2: 2, 3: 2, 4: 1, 5: 1}
-
-
-def groups_that_can_exchange(world: World) -> list[list[str]]:
-    """Return the largest sets of honest jobs that reach each other; one of them must commit a round soon."""
-    scene = world.scene
-    names = [job.name for job in world.honest]
-    if scene.liar and scene.lie == "fails with one":
-        # Nobody else sees which of the two does not answer: docs/joined_network.md.
-        names = [name for name in names if name != scene.victim]
-    if not set(scene.cut) <= set(names) or scene.relay:
-        return [names]
-    # Two that cannot exchange take part in turns.
-    return [[name for name in names if name != left_out] for left_out in scene.cut]
-
-
-def check_progress(world: World) -> None:
-    """Raise Wrong if no jobs that can exchange commit a round together soon."""
-    world = world.copy()
-    if world.scene.crash and world.jobs[world.scene.crash].crashed and not world.noticed:
-        world.notice()
-    groups = groups_that_can_exchange(world)
-    alive = [name for name, job in world.jobs.items() if not job.crashed]
-    size = len(groups[0])
-    can_commit = 0 < size and len(alive) <= 2 * size and not is_dispute_of_two(world, alive)
-    if not can_commit and world.scene.policy == "next":
-        return  # jobs with rounds=async train on meanwhile: they wait for no round
-    begin = world.coordinator.state.number
-    for _ in range(ROUNDS):
-        world.play(1, most_ticks=MOST_TICKS)
-        together = [world.committed_together(names) for names in groups if names]
-        if can_commit and any(number > begin for number in set().union(*together)):
-            return
-    if can_commit:
-        raise Wrong(f"none of {groups} has committed a round together after round {begin}")
-
-
-def is_dispute_of_two(world: World, alive: list[str]) -> bool:
-    """Return whether only two jobs are alive, which cannot exchange, or of which one seems to lie.
-
-    None of the two goes on alone as long as both are there.
-    """
-    scene = world.scene
-    if len(alive) != 2:
-        return False
-    is_cut = set(alive) == set(scene.cut) and not scene.relay
-    return is_cut or (scene.liar in alive and scene.lie != "vanishes")
+from tests.selection import seed
 
 
 def walk(scene: Scene, chance: random.Random) -> None:
@@ -108,50 +43,6 @@ def walk(scene: Scene, chance: random.Random) -> None:
             break
         perform(world, chance.choice(events))
     check_progress(world)
-
-
-def scenes(jobs: int) -> dict[str, Scene]:
-    """Return a scene for each combination of a cut pair, a crash and a liar.
-
-    Of two or three jobs, the job that crashes is one of the cut pair; of more, these are different jobs.
-    """
-    names = NAMES[:jobs]
-    crash = names[2] if jobs > 3 else names[1]
-    cuts = {
-        "": {},
-        "a cut pair": {"cut": names[:2]},
-        "a cut pair without relay": {"cut": names[:2], "relay": False},
-    }
-    crashes = {"": {}, "a crash": {"crash": crash}}
-    liars = {"": {}} | {f"a liar that {lie}": {"liar": names[-1], "lie": lie} for lie in LIES}
-    # Of more jobs, one is slow: any number of slow ones makes too many states.
-    found = {
-        "slow jobs": Scene(jobs, slow=names),
-        "a slow first job": Scene(jobs, slow=names[:1]),
-        "a slow last job": Scene(jobs, slow=names[-1:]),
-    }
-    if jobs > 3:
-        del found["slow jobs"]
-    for faults_of_scene in itertools.product(cuts.items(), crashes.items(), liars.items()):
-        name = ", ".join(fault for fault, _ in faults_of_scene if fault) or "no fault"
-        keywords = dict(item for _, fields in faults_of_scene for item in fields.items())
-        found[name] = Scene(jobs, **keywords)
-    return found
-
-
-def scene_of(jobs: int, name: str, policy: str) -> Scene:
-    return replace(scenes(jobs)[name], policy=policy, rounds=ROUNDS_OF_JOBS[jobs])
-
-
-#: Jobs -> one of how many cases runs each time; nightly, all of them do.
-SHARE_OF_JOBS = {2: 10, 3: 60, 4: 400, 5: 1000}
-CASES = [
-    (jobs, name, policy)
-    for jobs in SHARE_OF_JOBS
-    for name in scenes(jobs)
-    for policy in ("ready", "next")
-]
-MARKED_CASES = [pytest.param(*case, marks=full(share=SHARE_OF_JOBS[case[0]])) for case in CASES]
 
 
 @pytest.mark.parametrize("jobs, name, policy", MARKED_CASES)
@@ -210,81 +101,3 @@ def test_a_broken_rule_is_found(monkeypatch, what):
     with pytest.raises(Wrong):
         for seed_of_walk in range(10):
             walk(scene, random.Random(seed_of_walk))
-
-
-#: Mutant of integration_tests/joined/mutants.py: a fault that the rules once had -> scene that must show it.
-EARLIER_FAULTS = {
-    "an offer counts in several rounds": Scene(2, slow=("east", "north"), policy="next"),
-    "late names count in the quorum": Scene(3, liar="south", lie="accuses one", policy="next"),
-    "no failed pair uses the relay": Scene(2, cut=("east", "north")),
-    "whoever is accused is dropped before the only accuser": Scene(
-        3, liar="south", lie="accuses one"
-    ),
-}
-
-
-def reintroduce(monkeypatch, mutant: Mutant) -> None:
-    """Replace the function that a mutant breaks by the broken one, wherever it is imported."""
-    module = importlib.import_module(
-        f"{PACKAGE}.{mutant.file.removesuffix('.py').replace('/', '.')}"
-    )
-    classes = [item for item in vars(module).values() if inspect.isclass(item)]
-    modules = [item for name, item in sys.modules.items() if name.startswith(module.__package__)]
-    for owner in (module, *classes):
-        for name, function in list(vars(owner).items()):
-            if not inspect.isfunction(function) or function.__module__ != module.__name__:
-                continue
-            source = inspect.getsource(function)
-            if mutant.old not in source:
-                continue
-            broken: dict[str, Any] = {}
-            text = textwrap.dedent(source.replace(mutant.old, mutant.new))
-            exec(f"from __future__ import annotations\n{text}", vars(module) | broken, broken)
-            for user in (owner, *modules):
-                if vars(user).get(name) is function:
-                    monkeypatch.setattr(user, name, broken[name])
-            return
-    raise AssertionError(f"no function has {mutant.old!r}")
-
-
-@pytest.mark.parametrize("is_reduced", [True, False], ids=["reduced", "all"])
-@pytest.mark.parametrize("fault", EARLIER_FAULTS)
-def test_an_earlier_fault_is_found(monkeypatch, fault, is_reduced):
-    [mutant] = [mutant for mutant in MUTANTS if mutant.name == fault]
-    scene = EARLIER_FAULTS[fault]
-    explore(scene, check_progress, is_reduced)
-    reintroduce(monkeypatch, mutant)
-    with pytest.raises(Wrong):
-        explore(scene, check_progress, is_reduced)
-
-
-SMALL_CASES = [case for case in MARKED_CASES if case.values[0] < 4]
-
-
-@pytest.mark.parametrize("jobs, name, policy", SMALL_CASES)
-def test_the_reduction_reaches_all_still_states(jobs, name, policy):
-    """The property is checked in still states only: they are the same with all orders of requests."""
-    scene = scene_of(jobs, name, policy)
-    assert explore(scene, ignore).still == explore(scene, ignore, is_reduced=False).still
-
-
-@pytest.mark.parametrize("jobs, name, policy", SMALL_CASES)
-def test_states_with_equal_fingerprints_have_equal_futures(jobs, name, policy):
-    """Compare the states that follow, for each state that is reached in several ways."""
-    start = World(scene_of(jobs, name, policy))
-    unexplored = [State(start, fingerprint(start))]
-    following_of: dict[bytes, set[bytes]] = {}
-    while unexplored and len(following_of) < 2000:
-        state = unexplored.pop()
-        if state.world.ticks == MOST_TICKS:
-            continue
-        following = successors(state, Explored(), ignore, is_reduced=False)
-        marks = {successor.mark.world for successor in following}
-        if state.mark.world not in following_of:
-            following_of[state.mark.world] = marks
-            unexplored += following
-        assert following_of[state.mark.world] == marks
-
-
-def ignore(world: World) -> None:
-    """Check nothing."""
