@@ -45,7 +45,7 @@ def scenes(jobs: int) -> dict[str, Scene]:
         "a slow first job": Scene(jobs, slow=names[:1]),
         "a slow last job": Scene(jobs, slow=names[-1:]),
     }
-    if jobs > 3:
+    if jobs > 2:
         del found["slow jobs"]
     for faults_of_scene in itertools.product(cuts.items(), crashes.items(), liars.items()):
         name = ", ".join(fault for fault, _ in faults_of_scene if fault) or "no fault"

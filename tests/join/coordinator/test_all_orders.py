@@ -4,14 +4,14 @@ The rules of the coordinator are the real ones (class Coordinator); jobs, networ
 (joined_model.py). joined_explorer.py says which events there are, and of which orders one is enough. The
 faults, and what must hold, are in joined_scenes.py.
 
-    complete         each combination of at most one failed pair, one crash and one liar; all orders of requests,
-                     of the crash, and of the end of its connection
-    depth            each job makes two rounds (2 or 3 jobs) or one (4 or 5 jobs), and at most MOST_TICKS timeouts
-                     pass; then each still state is played on for up to ROUNDS rounds, in one order
-    time             a timeout passes only if no request changes anything, or once before requests of slow jobs:
-                     of any (2 or 3 jobs), or of the first or the last one
-    rounds=async     of five jobs, or of four of which one crashes, at most one has its pseudo-gradient later
-    places           the failed pair are the first two jobs; the liar is the last one (NAMES: order of arrival)
+    complete        each combination of at most one failed pair, one crash and one liar; all orders of
+                    requests, of the crash, and of the end of its connection
+    depth           each job makes two rounds (2 or 3 jobs) or one (4 or 5 jobs), and at most MOST_TICKS
+                    timeouts pass; then each still state is played on for up to ROUNDS rounds, in one order
+    time            a timeout passes only if no request changes anything, or once before requests of slow
+                    jobs: any of 2 jobs, or the first or the last one of more
+    rounds=async    of five jobs, or of four of which one crashes, at most one has its pseudo-gradient later
+    places          the failed pair are the first two jobs, the liar is the last one, in order of arrival
 """
 
 import random
