@@ -12,6 +12,7 @@ faults, and what must hold, are in joined_scenes.py.
                     jobs: any of 2 jobs, or the first or the last one of more
     rounds=async    of five jobs, or of four of which one crashes, at most one has its pseudo-gradient later
     places          the failed pair are the first two jobs, the liar is the last one, in order of arrival
+    symmetry        is not used: the rules decide between equal jobs by their order of arrival
 """
 
 import random
