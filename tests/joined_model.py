@@ -1,8 +1,8 @@
 """Model of joined jobs that talk to the real rules of the coordinator, with a network that fails by plan.
 
 World has a Coordinator, and jobs that send it their requests and exchange data with each other. Nothing
-happens by itself: a test says which job polls next, or that time passes. tests/join/coordinator/
-test_all_orders.py explores all orders of these events; other tests play one fair order.
+happens by itself: a test says which job polls next, or that time passes. joined_explorer.py explores all
+orders of these events; other tests play one fair order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from holmes_ext.join.coordinator.coordinator import Coordinator
@@ -53,7 +53,7 @@ class Scene:
     crash: str = ""  # job that may crash, once, at any time
     liar: str = ""  # job that lies
     lie: str = ""  # how, one of LIES
-    slow: bool = False  # once, a timeout passes although a job could go on
+    slow: tuple[str, ...] = ()  # once, a timeout passes although these jobs could go on
     policy: str = "ready"  # "ready": rounds=sync; "next": rounds=async
     rounds: int = 2  # that each job makes
 
@@ -102,6 +102,9 @@ class World:
         self.scene = scene
         self.now = START
         self.coordinator = Coordinator(self.now, policies=(LockStepRounds, RollingRounds))
+        self.coordinator.state._secret = (
+            b"equal in all worlds"  # so that their states can be compared
+        )
         self.jobs = {name: ModelJob(name) for name in scene.names}
         self.ticks = 0
         self.early_ticks = 0
@@ -148,10 +151,9 @@ class World:
                 request_times[name] = self.now
         self.coordinator.look(self.now)
 
-    def train(self) -> None:
-        """Let all jobs take the steps after which they offer a pseudo-gradient (rounds=async)."""
-        for job in self.jobs.values():
-            job.may_offer = True
+    def train(self, name: str) -> None:
+        """Let a job take the steps after which it offers a pseudo-gradient (rounds=async)."""
+        self.jobs[name].may_offer = True
 
     def crash(self) -> None:
         self.jobs[self.scene.crash].crashed = True
@@ -251,6 +253,9 @@ class World:
             job.members = tuple(members)
             job.contributors = tuple(name for name, share in members.items() if share > 0)
             job.relayed = tuple(map(tuple, reply["relayed"]))
+            contributes = job.name in job.contributors
+            if self.scene.policy == "next" and contributes and not job.may_offer:
+                raise Wrong(f"{job.name} must send a pseudo-gradient that it has sent before")
         elif verdict == "check":
             job.step, job.check, job.salt = "checked", reply["check"], reply["salt"]
             job.excluded = tuple(reply["excluded"])
@@ -300,6 +305,7 @@ class World:
         job.step, job.round, job.attempt, job.check = "ask", number + 1, 0, 0
         job.unreached, job.received = None, {}
         job.members = job.contributors = job.excluded = job.relayed = ()
+        job.donor, job.wanted = "", {}
         job.ended += 1
         job.may_offer = False
 
@@ -344,7 +350,8 @@ class World:
             if self._progress() != before:
                 continue
             if is_rolling and not all(job.may_offer for job in self.honest):
-                self.train()
+                for name in self.jobs:
+                    self.train(name)
                 continue
             if self.ticks - ticks >= most_ticks:
                 raise Wrong(f"jobs wait for ever: {self.jobs}")
@@ -360,43 +367,3 @@ class World:
     def committed_together(self, names: Iterable[str]) -> set[int]:
         """Return the rounds that all these jobs have applied."""
         return set.intersection(*(set(self.jobs[name].commits) for name in names))
-
-    def fingerprint(self) -> bytes:
-        """Return a hash of everything that later events depend on; times are relative to now."""
-        state = self.coordinator.state
-        asked = {job.round for job in self.jobs.values()} | {state.number}
-        rolling = self.coordinator.policies["next"]
-        parts = [
-            {number: state.rounds[number] for number in asked if number in state.rounds},
-            state.members,
-            state.number,
-            state.committed,
-            state.failed_pairs.__dict__,
-            rolling._request_times,
-            rolling._reports,
-            rolling._first_offer_times,
-            rolling._quorum_times,
-            self.jobs,
-            self.early_ticks,
-            self.noticed,
-        ]
-        text = repr([_canonical(part, self.now) for part in parts])
-        return hashlib.blake2b(text.encode(), digest_size=12).digest()
-
-
-def _canonical(value: Any, now: float) -> Any:
-    """Return a value whose repr() is equal for equal states, whatever the order of dicts and sets."""
-    if isinstance(value, float) and value > START / 2:
-        return round(now - value)
-    if isinstance(value, dict):
-        items = [(_canonical(key, now), _canonical(item, now)) for key, item in value.items()]
-        return sorted(items, key=repr)
-    if isinstance(value, (set, frozenset)):
-        return sorted((_canonical(item, now) for item in value), key=repr)
-    if isinstance(value, (list, tuple)):
-        return [_canonical(item, now) for item in value]
-    if isinstance(value, Hello):
-        return ""  # constant
-    if is_dataclass(value):
-        return [_canonical(getattr(value, item.name), now) for item in fields(value)]
-    return value

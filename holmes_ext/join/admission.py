@@ -14,12 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import JoinAddress, JoinPlace, port_range
-from holmes_ext.join.coordinator.client import new_incarnation
-from holmes_ext.join.coordinator.gate import SETTINGS
+from holmes_ext.join.early_contact import EarlyContact, RunSettings, settings_of_run
 from holmes_ext.join.identity.job_certificate import JobCertificate, obtain_certificate
 from holmes_ext.join.settings import OuterSettings, merge_settings, parse_outer
 from holmes_ext.join.shards.job_ranks import JobRanks
-from holmes_ext.join.sockets.handshake import HANDSHAKE_S, Credentials
+from holmes_ext.join.sockets.handshake import Credentials
 from holmes_ext.options import Options
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import address_text
@@ -40,7 +39,11 @@ class Admission(NamedTuple):
 
 
 def admit(
-    address: JoinAddress, options: Options, environ: Mapping[str, str], job_ranks: JobRanks
+    address: JoinAddress,
+    options: Options,
+    environ: Mapping[str, str],
+    job_ranks: JobRanks,
+    early: EarlyContact | None = None,
 ) -> Admission:
     """Return the credentials of this job and the settings of its run; collective.
 
@@ -49,6 +52,7 @@ def admit(
         options: Options of the job.
         environ: Environment variables.
         job_ranks: Collectives over the ranks of the job.
+        early: May have read the settings already.
 
     Raises:
         HolmesError: The coordinator was not reached or refuses the job, or --holmes-outer
@@ -78,9 +82,13 @@ def admit(
             )
             credentials = certificate.credentials()
         place = JoinPlace(address, credentials, ports)
-        settings = _repeat_until_reached(
-            lambda: _settings_of_run(place, deadline), address, deadline
-        )
+
+        def read_settings() -> RunSettings:
+            return _repeat_until_reached(
+                lambda: settings_of_run(place, deadline), address, deadline
+            )
+
+        settings = early.settings(read_settings) if early is not None else read_settings()
         fields = None if certificate is None else asdict(certificate)
         return {"certificate": fields, "settings": settings}
 
@@ -101,27 +109,6 @@ def admit(
 
 def _site_credentials(options: Options) -> Credentials:
     return Credentials.of_site(options.value("join_certificate"), options.value("join_ca"))
-
-
-def _settings_of_run(place: JoinPlace, deadline: Deadline) -> dict[str, Any] | None:
-    """Ask the coordinator for the settings that all jobs must have (`holmes join serve --outer`).
-
-    Returns:
-        Field of OuterSettings -> value. None if the coordinator requires no settings: then the first job
-        that joins brings those of the run, and the coordinator refuses later jobs that differ from it.
-    """
-    purpose = {
-        "purpose": SETTINGS,
-        "job": place.address.job,
-        "incarnation": new_incarnation(),
-    }
-    part = deadline.part(HANDSHAKE_S, "the coordinator's answer")
-    channel = place.call(purpose, part)
-    try:
-        settings: dict[str, Any] | None = channel.receive(part)["settings"]
-        return settings
-    finally:
-        channel.close()
 
 
 def _settings_of_job(run_settings: dict[str, Any] | None, outer_text: str) -> OuterSettings:

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from holmes_ext.join.address import JoinAddress, JoinPlace
 from holmes_ext.join.admission import admit
 from holmes_ext.join.coordinator.client import CoordinatorClient, new_incarnation
+from holmes_ext.join.early_contact import EarlyContact
 from holmes_ext.join.loop import OuterLoop, Record
 from holmes_ext.join.peers.links import PeerLinks
-from holmes_ext.join.peers.listening import open_port, published_address
+from holmes_ext.join.peers.listening import OpenedPort, open_and_publish
 from holmes_ext.join.peers.routes import RankIdentity, Routes
 from holmes_ext.join.peers.take import Giver
 from holmes_ext.join.rolling_loop import RollingLoop
@@ -59,10 +60,21 @@ class Prepared(NamedTuple):
     settings: OuterSettings  # of the run
 
 
-def prepare(address: JoinAddress, options: Options, environ: Mapping[str, str]) -> Prepared:
+def prepare(
+    address: JoinAddress,
+    options: Options,
+    environ: Mapping[str, str],
+    early: EarlyContact | None = None,
+) -> Prepared:
     """Get the certificate of this job and the settings of its run; collective over its ranks.
 
     Rank 0 contacts the coordinator (admission.admit()), and broadcasts both to the other ranks.
+
+    Args:
+        address: Name of the job, and address of the coordinator.
+        options: Options of the job.
+        environ: Environment variables.
+        early: May have read the settings already.
 
     Returns:
         The settings, and the `place`: address of the coordinator, certificate and ports of the job.
@@ -72,7 +84,7 @@ def prepare(address: JoinAddress, options: Options, environ: Mapping[str, str]) 
             the settings of the run.
     """
     job_ranks = JobRanks(_gloo_group())
-    admission = admit(address, options, environ, job_ranks)
+    admission = admit(address, options, environ, job_ranks, early)
     return Prepared(job_ranks, admission.place, admission.settings)
 
 
@@ -98,6 +110,7 @@ def join(
     written: Callable[[], None] = lambda: None,
     status: Callable[[], dict[str, Any]] = dict,
     job_ranks: JobRanks | None = None,
+    early: EarlyContact | None = None,
 ) -> OuterLoop:
     """Make the outer loop of this rank, and all parts that it needs; collective over the ranks of the job.
 
@@ -114,6 +127,7 @@ def join(
         written: Called after an outer step has overwritten local weights.
         status: Returns telemetry for heartbeats: name -> value, such as `steps_per_second`.
         job_ranks: Collectives over the ranks of the job, from prepare(); None: make them here.
+        early: May have opened the connection to the coordinator and the port of this rank already.
 
     Raises:
         HolmesError: The weights of the ranks do not fit each other, or a port is in use.
@@ -130,15 +144,18 @@ def join(
     state = OuterState(settings, weights_here, ranges, job_ranks.rank)
     _gather_what_is_cut(state, maps, layouts, job_ranks.rank, device)
 
-    incarnation = job_ranks.broadcast_from_rank_0(new_incarnation())
+    incarnation = early.incarnation if early is not None else new_incarnation()
+    incarnation = job_ranks.broadcast_from_rank_0(incarnation)
     identity = RankIdentity(job, incarnation, job_ranks.rank)
     client = None
     if job_ranks.rank == 0:
         # Connects while the other parts are made. The client says hello only after begin() of the loop:
         # `constant_hello` and `rounds` are set below, and exist by then.
         client = CoordinatorClient(place, lambda: {**constant_hello, **rounds.hello()}, incarnation)
-        client.connect_early()
-    links: PeerLinks = job_ranks.run_on_all_ranks(lambda: _links(place, identity, state))
+        client.connect_early(early.channel if early is not None else None)
+    elif early is not None:
+        early.close_channel()
+    links: PeerLinks = job_ranks.run_on_all_ranks(lambda: _links(place, identity, state, early))
     addresses = job_ranks.all_gather(links.address)
     descriptions = job_ranks.all_gather(weights_here.named())
     agreed = {**_descriptions_by_position(layouts, descriptions), **agreed}
@@ -259,17 +276,23 @@ def _as_ranges(pairs: list[list[int]]) -> list[Range]:
     return [(start, stop) for start, stop in pairs]
 
 
-def _links(place: JoinPlace, identity: RankIdentity, state: OuterState) -> PeerLinks:
+def _links(
+    place: JoinPlace, identity: RankIdentity, state: OuterState, early: EarlyContact | None
+) -> PeerLinks:
     """Return the connections of this rank to other jobs; raise HolmesError if it cannot listen.
 
     Args:
         place: Coordinator, credentials and ports of this job.
         identity: This rank.
         state: Outer state; other jobs may take weights from it.
+        early: May have opened the port of this rank already.
     """
-    listening = open_port(place, identity.rank)
-    # HOST:PORT that this rank publishes to other jobs; "" if it cannot be called.
-    address = published_address(place, listening, identity)
+
+    def open_now() -> OpenedPort:
+        return open_and_publish(place, identity)
+
+    # The address is the HOST:PORT that this rank publishes to other jobs; "" if it cannot be called.
+    listening, address = early.port(open_now) if early is not None else open_now()
 
     # Routes accepts connections as soon as it exists, and PeerLinks handles them. So PeerLinks calls this
     # when it is ready itself, with its handler of incoming connections.

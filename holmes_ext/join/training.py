@@ -28,6 +28,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.extensions import load
 from holmes_ext.join.address import JoinAddress, parse_address, port_range
 from holmes_ext.join.settings import OuterSettings, parse_outer
 from holmes_ext.join.sockets.certificates import MISSING
@@ -37,6 +38,7 @@ from holmes_ext.runtime.sockets import address_text
 from holmes_ext.words import counted, tell_user
 
 if TYPE_CHECKING:
+    from holmes_ext.join.early_contact import EarlyContact
     from holmes_ext.join.loop import OuterLoop, Record
 
 
@@ -131,6 +133,8 @@ class _Job:
     first_step: int = 0  # number of the first inner step, after a checkpoint more than 0
     #: Thresholds of Python's garbage collector before the start; None: they are in effect.
     gc_thresholds: tuple[int, int, int] | None = None
+    #: Contact with the coordinator before the first step; None: there was none, or the job has joined.
+    early: EarlyContact | None = None
 
 
 _job: _Job | None = None
@@ -139,7 +143,8 @@ _job: _Job | None = None
 def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Check the --holmes-join flags, and let this job join other jobs at its first step.
 
-    Until then, Python's garbage collector runs less often, so that the job starts sooner.
+    Until then, Python's garbage collector runs less often, so that the job starts sooner. A job that was
+    started before contacts the coordinator in the background (early_contact.py).
 
     Args:
         options: Options of the job.
@@ -168,6 +173,9 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
         _restore_garbage_collection(_job)
     _job = _Job(address, settings, options, environ)
     _reduce_garbage_collection(_job)
+    # A job that joins no others must not load this module.
+    begin_early_contact = load("holmes_ext.join.early_contact:begin_early_contact")
+    _job.early = begin_early_contact(address, options, environ)
     atexit.register(end)
     coordinator = address_text(address.host, address.port)
     return [f"job {address.job} joins others at {coordinator}; encrypted between jobs (TLS 1.3)"]
@@ -347,7 +355,7 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
         shards = adapter.weights()  # names, shapes and views, from the framework's patch
         return weights_of(shards)
 
-    prepared = prepare(job.address, job.options, job.environ)
+    prepared = prepare(job.address, job.options, job.environ, job.early)
     job.settings = prepared.settings
     loop = join(
         prepared.place,
@@ -359,7 +367,9 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
         written=adapter.written,
         status=lambda: _telemetry_of(job),
         job_ranks=prepared.job_ranks,
+        early=job.early,
     )
+    job.early = None
     if job.saved is not None:
         saved, source = job.saved
         loop.load_state_dict(saved, source)

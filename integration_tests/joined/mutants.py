@@ -55,6 +55,27 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "a job is told the same donor again and again",
+        "join/coordinator/versions.py",
+        "member.failed_donors.add(member.ordered_donor)",
+        "pass",
+        RULES + " -k donor",
+    ),
+    Mutant(
+        "no round waits for a job that takes weights",
+        "join/coordinator/rolling.py",
+        "if self._waits_for_taker(now):",
+        NEVER,
+        "tests/join/coordinator/test_rolling_rounds.py",
+    ),
+    Mutant(
+        "fragments are requested one after another",
+        "join/peers/take.py",
+        "_READERS = 2",
+        "_READERS = 1",
+        TAKE + " -k requested",
+    ),
+    Mutant(
         "an offer counts in several rounds",
         "join/coordinator/rolling.py",
         "self._reports[name] = replace(report, offers={})",

@@ -3,6 +3,7 @@ refuses."""
 
 import socket
 import threading
+import time
 
 import pytest
 import torch
@@ -220,7 +221,7 @@ def outer_state(ranges, rank=0, value=1.0):
     )
 
 
-def test_all_fragments_are_taken_over_one_connection():
+def test_all_fragments_are_taken_over_two_connections():
     """Over a WAN, each further connection delays the taker's first step by four round trips."""
     everything = [RankRange(0, 8, 0)]
     donor, mine = DonorOfOneRank(outer_state(everything)), outer_state(everything, value=0.0)
@@ -229,12 +230,49 @@ def test_all_fragments_are_taken_over_one_connection():
         mine, dict.fromkeys(range(4), 0), view, Alone(), 10, mine.replace
     )
     assert torch.equal(torch.cat([part.anchor for part in mine.fragments]), torch.ones(8))
-    assert len(donor.accepted) == 1
-    assert donor.joined(), "the taker has closed it"
+    assert len(donor.accepted) == 2
+    assert donor.joined(), "the taker has closed them"
 
 
-def test_a_connection_that_the_donor_has_closed_meanwhile_is_opened_anew():
+def test_the_next_fragment_is_requested_before_the_last_one_was_read(monkeypatch):
+    """Otherwise, over a WAN, the donor sends nothing for a round trip after each fragment."""
+    two_requests = threading.Barrier(2, timeout=10)
+    answer = take.Giver._answer
+
+    def answer_two(*arguments):
+        two_requests.wait()
+        answer(*arguments)
+
+    monkeypatch.setattr(take.Giver, "_answer", answer_two)
+    everything = [RankRange(0, 8, 0)]
+    donor, mine = DonorOfOneRank(outer_state(everything)), outer_state(everything, value=0.0)
+    view = donor.as_seen_by_ranks(everything)
+    wanted = dict.fromkeys(range(4), 0)
+    assert not take.take_fragments(mine, wanted, view, Alone(), 20, mine.replace)
+    assert donor.joined()
+
+
+def test_a_taker_that_gives_up_leaves_no_connection(monkeypatch):
+    """The donor ends the connection of one reader, and does not answer the other one."""
+    both_requested = threading.Barrier(2, timeout=10)
+
+    def refuse_first(giver, channel, document):
+        both_requested.wait()
+        while document["fragment"] == 1 and channel.lives():
+            time.sleep(0.01)
+        raise ConnectionError
+
+    monkeypatch.setattr(take.Giver, "_answer", refuse_first)
+    everything = [RankRange(0, 8, 0)]
+    donor, mine = DonorOfOneRank(outer_state(everything)), outer_state(everything, value=0.0)
+    view = donor.as_seen_by_ranks(everything)
+    assert take.take_fragments(mine, {0: 0, 1: 0}, view, Alone(), 600, mine.replace)
+    assert donor.joined()
+
+
+def test_a_connection_that_the_donor_has_closed_meanwhile_is_opened_anew(monkeypatch):
     """A donor closes a connection over which nothing was asked for a long time."""
+    monkeypatch.setattr(take, "_READERS", 1)
     everything = [RankRange(0, 8, 0)]
     donor, mine = DonorOfOneRank(outer_state(everything)), outer_state(everything, value=0.0)
 

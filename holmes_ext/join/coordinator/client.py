@@ -167,12 +167,18 @@ class CoordinatorClient:
         if self._heartbeat is not None:
             self._heartbeat.reconnect()
 
-    def connect_early(self) -> None:
+    def connect_early(self, opened: Future[Channel] | None = None) -> None:
         """Begin to connect in the background; the first ask() uses the connection.
 
         Over a WAN this takes several round trips; meanwhile the caller can prepare its hello. If it
         fails, ask() connects itself, and reports the error.
+
+        Args:
+            opened: Connection for this incarnation of the job that is being opened already; None: open one.
         """
+        if opened is not None:
+            self._first_channel = opened
+            return
         channel: Future[Channel] = Future()
 
         def connect() -> None:
@@ -218,14 +224,18 @@ class CoordinatorClient:
         """Return the connection that connect_early() opens, after waiting until it is open.
 
         Returns:
-            None if connect_early() was not called, or could not connect. Later calls return None, too: the
-            connection belongs to the first caller.
+            None if connect_early() was not called, or could not connect, or the connection was closed. Later
+            calls return None, too: the connection belongs to the first caller.
         """
         first_channel = self._first_channel
         self._first_channel = None
         if first_channel is None or first_channel.exception() is not None:
             return None
-        return first_channel.result()
+        channel = first_channel.result()
+        if not channel.idle():  # closed by the coordinator, if it was opened long ago
+            channel.close()
+            return None
+        return channel
 
     def _say_hello(self, deadline: Deadline) -> None:
         """Describe this job to the coordinator; set `_said_hello` if the coordinator accepts it.

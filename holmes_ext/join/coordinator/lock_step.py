@@ -172,7 +172,7 @@ class LockStepRounds:
         ended_round = member.catches_up_after
         member.catches_up_after = None
         # The verdict "behind", with the fragments of which the majority has another version.
-        behind_reply = self._versions.behind_reply(member)
+        behind_reply = self._versions.order_to_take(member, now)
         member.was_told_to_take_weights = behind_reply is not None
         if behind_reply is None:
             return skip_reply(ended_round)

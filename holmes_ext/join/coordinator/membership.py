@@ -131,7 +131,7 @@ class Membership:
                 other.state = "in"
                 other.first_expected_round = state.number + 1
                 other.is_up_to_date = starts_run
-        behind_reply = self._versions.behind_reply(member)
+        behind_reply = self._versions.order_to_take(member, now)
         event = f"job {name} begins"
         if behind_reply is not None:
             event += f", with the weights of {behind_reply['from']}"

@@ -6,7 +6,8 @@ After Decoupled DiLoCo (arXiv 2604.21428):
    (A fragment is a part of the model's parameters that is exchanged in its own rounds.)
 2. When a quorum (half of the jobs, or the median of their settings `min` if that is more) offers the same
    fragment, a grace period begins in which other jobs may offer it, too.
-3. After it, or as soon as all jobs offer the fragment, the round begins. Every active job gets the verdict
+3. After it, or as soon as all jobs offer the fragment, the round begins. It waits a little for a job that was
+   behind twice in a row, and takes weights. Every active job gets the verdict
        go       contribute (share > 0) or only receive the sum (share 0); settlement.py decides what follows
    At any time a job may get
        behind   this job's weights are outdated: take these fragments from that job
@@ -31,11 +32,21 @@ from holmes_ext.join.coordinator.replies import Reply, go_reply, void_reply
 from holmes_ext.join.coordinator.reports import NextReport, ReadyReport, next_from
 from holmes_ext.join.coordinator.rounds import Rounds, two_are_apart
 from holmes_ext.join.coordinator.shares import weights_in_sum
-from holmes_ext.join.coordinator.state import Member, RunState, least_jobs, outer_settings
+from holmes_ext.join.coordinator.state import (
+    Member,
+    RunState,
+    least_jobs,
+    outer_settings,
+    patience_s,
+)
 from holmes_ext.join.coordinator.versions import Versions
 
 #: Seconds since its last request in which a job counts as active.
 _ACTIVE_S = 5.0
+#: Share of the timeout for which a round waits for a job that takes weights, and how often it does until the
+#: job takes part again.
+_TAKER_SHARE = 0.25
+_MOST_WAITS = 4
 #: Grace period as a share of the time until the first contributor would apply the sum.
 _GRACE = 0.5
 
@@ -122,6 +133,7 @@ class RollingRounds:
         if sits_out(state, member, state.number + 1):
             return None
         member.state = "in"  # it takes part in the run
+        member.taking_since = None
         self._request_times[name] = now
         self._reports[name] = report
         if reply := self._reply_of_newest_round(
@@ -131,7 +143,7 @@ class RollingRounds:
         last_round = state.rounds.get(state.number)
         if last_round is not None and not last_round.outcome:  # a round of other jobs is under way
             return None
-        if behind_reply := self._versions.behind_reply(member):
+        if behind_reply := self._versions.order_to_take(member, now):
             member.was_told_to_take_weights = True
             return behind_reply
         if why := _unusable_offer(report):
@@ -203,6 +215,8 @@ class RollingRounds:
                 continue
             quorum_time = self._quorum_times.setdefault(fragment, now)
             all_contribute = len(contributors) >= len(expected)
+            if self._waits_for_taker(now):
+                return
             if all_contribute or now >= quorum_time + self._grace_s(fragment, contributors):
                 self._rounds.note_left_out(self._state.number + 1, candidates, left_out)
                 self._begin(fragment, contributors, members, candidates, now)
@@ -252,6 +266,22 @@ class RollingRounds:
             if member.state == "in" and now - heard < _ACTIVE_S:
                 jobs.append(member)
         return jobs
+
+    def _waits_for_taker(self, now: float) -> bool:
+        """Return whether the next round waits for a job that takes weights.
+
+        To take a fragment may last longer than the time between two rounds. Then the job would be behind
+        again each time, and never take part. So from the second time on, the next round waits for it: not
+        for long, and not again and again.
+        """
+        members = [member for member in self._state.members.values() if member.state == "in"]
+        longest_wait_s = _TAKER_SHARE * patience_s(members)
+        return any(
+            1 < member.orders_in_a_row <= 1 + _MOST_WAITS
+            and member.taking_since is not None
+            and now < member.taking_since + longest_wait_s
+            for member in members
+        )
 
     def _grace_s(self, fragment: int, contributors: Sequence[Member]) -> float:
         """Return how long a round waits for offers of further jobs after it has a quorum, in seconds.

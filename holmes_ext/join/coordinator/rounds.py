@@ -136,6 +136,7 @@ class Rounds:
                 member.claims[round_state.fragment] = Claim(round_state.number)
                 member.rounds += 1
                 member.delays_in_a_row = 0  # the job is punctual again
+                member.orders_in_a_row = 0
             else:
                 member.is_up_to_date = False  # it missed this outer step
         shares = {  # of the pseudo-gradients that count, for the log

@@ -61,6 +61,14 @@ class Member:
     was_told_to_take_weights: bool = False
     #: Donors that gave this job other weights than claimed; the job takes no weights from them again.
     distrusted_donors: set[str] = field(default_factory=set)
+    #: Donor named in the last verdict "behind", and the versions that the job had then.
+    ordered_donor: str = ""
+    versions_when_ordered: list[int] = field(default_factory=list)
+    #: Verdicts "behind" since the job's last committed round.
+    orders_in_a_row: int = 0
+    taking_since: float | None = None  # time of the last one; None: the job has asked again
+    #: Donors from which the job could not take weights since it has these versions.
+    failed_donors: set[str] = field(default_factory=set)
     #: Fragment -> donor named in "behind", until the job's next report shows whether the weights are right.
     unchecked_donors: dict[int, str] = field(default_factory=dict)
     rounds: int = 0  # committed rounds with this job

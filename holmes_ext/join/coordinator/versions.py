@@ -57,33 +57,30 @@ class Versions:
     def behind_reply(self, member: Member) -> Reply | None:
         """Return the verdict "behind" with the fragments that a job must take, and the job that gives them.
 
-        The donor is the job that has most of these fragments, the earliest of several. Donors that
-        gave this job wrong weights before, or cannot exchange data with it, are avoided if there are
-        others. The donor is noted in the member's `unchecked_donors`: its weights are checked when the
-        member reports the next time.
+        The donor is the job that has most of these fragments, the earliest of several. Avoided, if there are
+        others, are donors that gave this job wrong weights before; then those from which it could not take
+        any; then those with which its exchanges have failed. The donor is noted in the member's
+        `unchecked_donors`: its weights are checked when the member reports the next time.
 
         Returns:
             None if the job has the valid version of every fragment that another job could give it.
         """
         donors = self._donors(member)  # job -> fragments that it could give
-        trusted_donors = {
-            name: donors[name]
-            for name in donors
-            if name not in member.distrusted_donors
-            and not self._state.failed_pairs.has_failed(name, member.name)
-        }
-        if not trusted_donors:
-            trusted_donors = donors
-        if not trusted_donors:
+        if not donors:
             return None
 
-        def preference(name: str) -> tuple[int, int]:
-            # Most fragments first, then the smallest number in the order of arrival.
-            return len(trusted_donors[name]), -self._state.members[name].order
+        def preference(name: str) -> tuple[bool, bool, bool, int, int]:
+            return (
+                name in member.distrusted_donors,
+                name in member.failed_donors,
+                self._state.failed_pairs.has_failed(name, member.name),
+                -len(donors[name]),  # most fragments first
+                self._state.members[name].order,  # the earliest one
+            )
 
-        donor_name = max(trusted_donors, key=preference)
+        donor_name = min(donors, key=preference)
         donor = self._state.members[donor_name]
-        fragments = trusted_donors[donor_name]
+        fragments = donors[donor_name]
         member.unchecked_donors.update(dict.fromkeys(fragments, donor_name))
         return {
             "verdict": "behind",
@@ -93,6 +90,31 @@ class Versions:
             "fragments": fragments,
             "versions": [donor.claims[fragment].version for fragment in fragments],
         }
+
+    def order_to_take(self, member: Member, now: float) -> Reply | None:
+        """Return the same as behind_reply(), for a job that gets this reply now.
+
+        If the job still has the versions with which it got such a reply before, it could not take the
+        weights: the connection to the donor may be broken. Then another donor is named, if there is one.
+
+        Args:
+            member: The job.
+            now: Current time, in seconds.
+        """
+        versions = [claim.version for claim in member.claims]
+        if versions != member.versions_when_ordered:
+            member.failed_donors.clear()
+        elif member.ordered_donor:
+            member.failed_donors.add(member.ordered_donor)
+        reply = self.behind_reply(member)
+        member.ordered_donor = "" if reply is None else str(reply["from"])
+        member.versions_when_ordered = versions
+        if member.ordered_donor in member.failed_donors:  # all have failed: begin again
+            member.failed_donors.clear()
+        if reply is not None:
+            member.orders_in_a_row += 1
+            member.taking_since = now
+        return reply
 
     def accept_claims(self, member: Member, claims: Iterable[Claim]) -> None:
         """Store the fragment versions that a job reports, and reject versions that cannot exist.

@@ -115,6 +115,29 @@ def obtain_certificate(
     return kept
 
 
+def kept_certificate(
+    address: JoinAddress, invitation_file: str, environ: Mapping[str, str]
+) -> JobCertificate | None:
+    """Return the certificate that an earlier start of a job has kept; None if there is none.
+
+    Args:
+        address: Name of the job, and address of the coordinator.
+        invitation_file: Value of --holmes-join-invitation; a certificate of another invitation does not
+            count. "": not given.
+        environ: Environment variables, which say where state is kept.
+
+    Raises:
+        OSError: A file cannot be read.
+        HolmesError: A file is damaged.
+    """
+    kept = _read_kept(kept_file(address, environ))
+    if kept is None or not kept.certificate:
+        return None
+    if invitation_file and read_invitation(Path(invitation_file)).digest != kept.invitation:
+        return None
+    return kept
+
+
 def kept_file(address: JoinAddress, environ: Mapping[str, str]) -> Path:
     """Return the path of the file that keeps the certificate of a job."""
     name = f"{address.job}@{address.host}-{address.port}.json".replace("/", "-")

@@ -7,6 +7,7 @@ standby line to the coordinator instead (routes.py).
 from __future__ import annotations
 
 import socket
+from typing import NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import JoinAddress, JoinPlace
@@ -17,6 +18,23 @@ from holmes_ext.words import why
 
 #: Seconds for the coordinator to find out whether it can call this rank.
 _ASK_S = 8.0
+
+
+class OpenedPort(NamedTuple):
+    """Port of a rank for connections from other jobs."""
+
+    listening: socket.socket | None  # None: the rank listens on no port
+    address: str  # HOST:PORT that other jobs can call; "": they cannot
+
+
+def open_and_publish(place: JoinPlace, identity: RankIdentity) -> OpenedPort:
+    """Open a port for this rank, and find out the address at which other jobs can call it.
+
+    Raises:
+        HolmesError: All ports that the user has given are in use.
+    """
+    listening = open_port(place, identity.rank)
+    return OpenedPort(listening, published_address(place, listening, identity))
 
 
 def open_port(place: JoinPlace, rank: int) -> socket.socket | None:

@@ -4,7 +4,8 @@ A taker is a job with outdated weights: it is new, late, or restarted from an ol
 job with the valid weights. Each rank of the taker takes the elements that it exchanges from the donor's ranks
 that exchange the same elements:
 
-1. Taker: send a request to the donor's rank, over one connection for all fragments
+1. Taker: send a request to the donor's rank, over one of two connections. They take turns with the fragments,
+   so that the donor sends one fragment while the request for the next one is under way
        {"fragment": 2, "version": 57, "start": first element, "stop": element after the last,
         "tensors": ["anchor", "momentum"]}
 2. Donor: wait until the fragment has this version. The taker may hear of a commit from the coordinator before
@@ -26,8 +27,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,6 +48,8 @@ ANCHOR = "anchor"
 MOMENTUM = "momentum"
 #: Function that stores a taken fragment: (fragment, version, anchor, momentum).
 Store = Callable[[Fragment, int, "torch.Tensor | None", "torch.Tensor | None"], None]
+#: Threads of a rank that take turns in reading fragments from the donor.
+_READERS = 2
 #: Attempts to take a fragment that the donor steps in between.
 _TRIES = 5
 #: Seconds that a taker may let pass between two requests, and that it may wait for its turn.
@@ -199,23 +203,28 @@ class Donor:
 class DonorConnections:
     """Connections of this rank to ranks of the donor, each opened at its first use.
 
-    All fragments are read over the same connections: over a WAN, to open one takes as long as to read
-    a small fragment. This class is a context manager, which closes the connections.
+    They are kept for the next fragments: over a WAN, to open one takes as long as to read a small
+    fragment.
 
     Args:
         donor: The job from which fragments are copied.
-        patience_s: Seconds to open a connection.
+        patience_s: Seconds to open a connection, or for an answer (more for many bytes).
     """
 
     def __init__(self, donor: Donor, patience_s: float):
+        self.patience_s = patience_s
         self._donor = donor
-        self._patience_s = patience_s
         self._channels: dict[int, Channel] = {}  # by rank of the donor
+        self._is_over = False  # cut() was called
 
-    def __enter__(self) -> DonorConnections:
-        return self
+    def cut(self) -> None:
+        """End the use of the connections, from another thread than the one that reads."""
+        self._is_over = True
+        for channel in list(self._channels.values()):
+            channel.cut()
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the connections; called in the thread that reads."""
         for channel in self._channels.values():
             channel.close()
 
@@ -228,15 +237,79 @@ class DonorConnections:
         Raises:
             OSError: The rank cannot be reached.
         """
+        if self._is_over:
+            raise ConnectionError("nothing is taken from the donor any more")
         channel = self._channels.get(rank)
         if channel is not None and channel.idle():
             return channel
         if channel is not None:  # closed by the donor, or with bytes that this rank did not request
             channel.close()
-        deadline = Deadline(self._patience_s, "calling the donor")
+        deadline = Deadline(self.patience_s, "calling the donor")
         peer = self._donor.peers[rank]
-        self._channels[rank] = self._donor.routes.dial(peer, {"purpose": "fetch"}, deadline)
-        return self._channels[rank]
+        channel = self._donor.routes.dial(peer, {"purpose": "fetch"}, deadline)
+        self._channels[rank] = channel
+        if self._is_over:  # since the connection was being opened
+            channel.cut()
+        return channel
+
+
+class FragmentRequest(NamedTuple):
+    """Fragment that this job takes from a donor."""
+
+    fragment: Fragment
+    number: int  # of the fragment
+    least_version: int  # round of the last outer step that it must contain, or a later one
+    tensors: tuple[str, ...]  # ANCHOR, MOMENTUM or both
+
+
+class ReadFragment(NamedTuple):
+    """This rank's elements of a fragment, as they were read, or why they could not be read."""
+
+    tensors: dict[str, torch.Tensor]
+    versions: set[int] = set()  # several if the donor took an outer step in between
+    why: str = ""
+
+
+class FragmentReader:
+    """Thread of a rank that reads fragments from the donor's ranks, one after another.
+
+    It has connections of its own. With two readers, the donor always has a request to answer: over a WAN,
+    a single one would wait a round trip for each fragment.
+
+    Args:
+        donor: The job from which fragments are copied.
+        rank: This rank.
+        patience_s: Seconds for a connection to the donor, or for its answer (more for many bytes).
+    """
+
+    def __init__(self, donor: Donor, rank: int, patience_s: float):
+        self._donor = donor
+        self._rank = rank
+        self._connections = DonorConnections(donor, patience_s)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holmes-take")
+
+    def read(self, request: FragmentRequest) -> Future[ReadFragment]:
+        """Begin to read this rank's elements of a fragment, after those of earlier calls."""
+        return self._thread.submit(self._read, request)
+
+    def close(self) -> None:
+        """End the thread, also if it waits for the donor, and close its connections."""
+        self._connections.cut()
+        self._thread.submit(self._connections.close)
+        self._thread.shutdown(wait=False)
+
+    def _read(self, request: FragmentRequest) -> ReadFragment:
+        fragment = request.fragment
+        tensors: dict[str, torch.Tensor] = {}  # to fill with this rank's elements
+        if ANCHOR in request.tensors:
+            tensors[ANCHOR] = torch.empty_like(fragment.anchor)
+        if MOMENTUM in request.tensors and fragment.momentum is not None:
+            tensors[MOMENTUM] = torch.empty_like(fragment.momentum)
+        try:
+            versions = _fetch(request, tensors, self._donor, self._connections, self._rank)
+        except (OSError, HolmesError) as error:
+            return ReadFragment({}, why=str(error) or type(error).__name__)
+        return ReadFragment(tensors, versions)
 
 
 def take_fragments(
@@ -267,105 +340,85 @@ def take_fragments(
         "" if all were taken. Otherwise the reason why a fragment could not be taken; fragments before
         it may have been stored.
     """
-    with DonorConnections(donor, patience_s) as connections:
-        for index, least_version in wanted.items():
-            why = _take_fragment(
-                state.fragments[index],
-                index,
-                least_version,
-                donor=donor,
-                connections=connections,
-                job_ranks=job_ranks,
-                patience_s=patience_s,
-                store=store,
-                tensors=tensors,
-            )
+    requests = [
+        FragmentRequest(state.fragments[index], index, least_version, tuple(tensors))
+        for index, least_version in wanted.items()
+    ]
+    readers = [FragmentReader(donor, job_ranks.rank, patience_s) for _ in range(_READERS)]
+    try:
+        under_way = [reader.read(request) for reader, request in zip(readers, requests)]
+        for number, request in enumerate(requests):
+            reader = readers[number % _READERS]
+            why = _take_fragment(request, under_way[number], reader, job_ranks, store)
             if why:
                 return why
-    return ""
+            if number + _READERS < len(requests):
+                under_way.append(reader.read(requests[number + _READERS]))
+        return ""
+    finally:
+        for reader in readers:
+            reader.close()
 
 
 def _take_fragment(
-    fragment: Fragment,
-    index: int,
-    least_version: int,
-    donor: Donor,
-    connections: DonorConnections,
+    request: FragmentRequest,
+    first_read: Future[ReadFragment],
+    reader: FragmentReader,
     job_ranks: JobRanks,
-    patience_s: float,
     store: Store,
-    tensors: Sequence[str],
 ) -> str:
-    """Take one fragment from a donor on all ranks of this job, and store it; collective.
+    """Compare what all ranks of this job have read of a fragment, and store it; collective.
 
     Args:
-        fragment: The fragment.
-        index: Its index.
-        least_version: Least version that the fragment must have.
-        donor: The job that has it.
-        connections: Connections of this rank to the donor's ranks.
-        job_ranks, patience_s, store, tensors: As those of take_fragments().
+        request: The fragment, and the version that it must have.
+        first_read: What this rank reads of it.
+        reader: Reads it again, if the donor has taken an outer step in between.
+        job_ranks: Collectives over the ranks of this job.
+        store: As that of take_fragments().
 
     Returns:
         "", or why the fragment could not be taken.
     """
+    next_read = first_read
     for _ in range(_TRIES):
-        taken: dict[str, torch.Tensor] = {}  # to fill with this rank's elements
-        if ANCHOR in tensors:
-            taken[ANCHOR] = torch.empty_like(fragment.anchor)
-        if MOMENTUM in tensors and fragment.momentum is not None:
-            taken[MOMENTUM] = torch.empty_like(fragment.momentum)
-        report: dict[str, Any] = {}
-        try:
-            fetched_versions = _fetch(
-                fragment,
-                index,
-                least_version,
-                taken=taken,
-                donor=donor,
-                connections=connections,
-                rank=job_ranks.rank,
-                patience_s=patience_s,
-            )
-            report["versions"] = sorted(fetched_versions)
-        except (OSError, HolmesError) as error:
-            report["why"] = str(error) or type(error).__name__
+        read = next_read.result()
+        report: dict[str, Any] = {"versions": sorted(read.versions)}
+        if read.why:
+            report = {"why": read.why}
         reports = job_ranks.all_gather(report)
         errors = [rank_report["why"] for rank_report in reports if "why" in rank_report]
         if errors:
             return errors[0]
         versions = {version for rank_report in reports for version in rank_report["versions"]}
+        least_version = request.least_version
         if any(version < least_version for version in versions):
             # No reason to try again: the donor has already waited for this version.
-            return f"it has fragment {index} of round {min(versions)}, not {least_version}"
+            return f"it has fragment {request.number} of round {min(versions)}, not {least_version}"
         if len(versions) == 1:
-            store(fragment, versions.pop(), taken.get(ANCHOR), taken.get(MOMENTUM))
+            anchor = read.tensors.get(ANCHOR)
+            momentum = read.tensors.get(MOMENTUM)
+            store(request.fragment, versions.pop(), anchor, momentum)
             return ""
-    return f"fragment {index} was stepped each time while it was read"
+        next_read = reader.read(request)
+    return f"fragment {request.number} was stepped each time while it was read"
 
 
 def _fetch(
-    fragment: Fragment,
-    index: int,
-    least_version: int,
+    request: FragmentRequest,
     taken: Mapping[str, torch.Tensor],
     donor: Donor,
     connections: DonorConnections,
     rank: int,
-    patience_s: float,
 ) -> set[int]:
     """Copy this rank's elements of a fragment's anchor, momentum or both from an up-to-date job.
 
     Args:
-        fragment: The fragment, which is not changed.
-        index: Its index.
-        least_version: Version (round of the last outer step) that this job needs, or a later one. The
-            donor waits until it has this version. If that takes too long, it answers with an older one.
+        request: The fragment, which is not changed. The donor waits until it has the requested version. If
+            that takes too long, it answers with an older one.
         taken: ANCHOR, MOMENTUM or both -> tensor to fill.
         donor: The up-to-date job.
         connections: Connections to its ranks.
         rank: This rank.
-        patience_s: Seconds for an answer.
 
     Returns:
         Versions of the elements that were read: several if the donor took a step in between, none
@@ -375,6 +428,7 @@ def _fetch(
         OSError: The donor cannot be reached, or does not answer in time.
         HolmesError: The donor's answer is malformed.
     """
+    fragment = request.fragment
     pieces_of: dict[int, list[SharedRange]] = {}  # rank of the donor -> elements to read from it
     maps = {"mine": donor.mine, "theirs": donor.theirs}
     for piece in shared_ranges(maps, fragment.start, fragment.stop):
@@ -388,15 +442,17 @@ def _fetch(
             parts = {name: tensor[place] for name, tensor in taken.items()}
             version = _read(
                 channel,
-                index,
-                least_version,
+                request.number,
+                request.least_version,
                 start=piece.start,
                 stop=piece.stop,
                 parts=parts,
-                patience_s=patience_s,
+                patience_s=connections.patience_s,
             )
             versions.add(version)
-            if version < least_version:  # too old, although the donor has waited: read no more
+            if (
+                version < request.least_version
+            ):  # too old, although the donor has waited: read no more
                 return versions
     return versions
 

@@ -84,3 +84,47 @@ def test_an_unusable_offer_is_forgotten():
     assert run.coordinator.next_round("next", "east", unusable, run.now)["verdict"] == "void"
     reply = run.next("west", 0)
     assert "east" not in reply["left_out"]
+
+
+def behind(run, job, versions):
+    """Ask for a round with these versions, which are not the others'; return the verdict."""
+    claims = claims_of([(version, 7) for version in versions])
+    reply = run.coordinator.next_round("next", job, NextReport(claims, {}), run.now)
+    return reply and reply["verdict"]
+
+
+def run_with_a_taker(times):
+    """Return a run of three jobs in which west has been told to take weights so often."""
+    run = Run("east", "north", "west", grace=0)
+    run.next("west")
+    for _ in range(times):
+        run.coordinator.state.members["west"].is_up_to_date = False
+        assert behind(run, "west", (0, -1)) == "behind"
+    return run
+
+
+def begins(run):
+    """Return whether a round begins for which all jobs but west are ready."""
+    run.next("east", 0)
+    return run.next("north", 0) is not None
+
+
+def test_a_round_waits_for_a_job_that_was_behind_again_and_takes_weights():
+    """It takes longer to take a fragment than until the next round: it was behind for ever."""
+    assert begins(run_with_a_taker(1)), "the first time, it may take all weights, which lasts long"
+    run = run_with_a_taker(2)
+    assert not begins(run)
+    assert run.next("west")["members"].keys() == {"east", "north", "west"}
+
+
+def test_a_round_does_not_wait_long_for_a_job_that_takes_weights():
+    run = run_with_a_taker(2)
+    run.now += 7.0
+    assert not begins(run)
+    run.now += 1.0
+    assert begins(run)
+
+
+def test_rounds_do_not_wait_again_and_again_for_a_job_that_takes_weights():
+    assert not begins(run_with_a_taker(5))
+    assert begins(run_with_a_taker(6))

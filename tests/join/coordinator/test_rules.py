@@ -240,6 +240,23 @@ def test_other_initial_weights_are_taken_from_the_first_job():
     assert run.enter("west") == found
 
 
+def test_a_job_that_could_not_take_weights_is_told_another_donor():
+    """Its connection to the first one may be broken: it was named again and again."""
+    run = Run("east", "north", "south")
+    run.hello("west", fragments=((0, 7), (0, 8)))
+    donors = [run.enter("west")["from"] for _ in range(5)]
+    assert donors == ["east", "north", "south", "east", "north"]
+
+
+def test_a_donor_with_a_failed_pair_is_told_after_the_others():
+    """The pair may have failed only because the donor said so, long ago."""
+    run = Run("east", "north")
+    failed = {frozenset(("east", "west")): frozenset(("east",))}
+    run.coordinator.state.failed_pairs.separate(failed, 1.0, run.now)
+    run.hello("west", fragments=((0, 7), (0, 8)))
+    assert [run.enter("west")["from"] for _ in range(3)] == ["north", "east", "north"]
+
+
 def test_the_same_version_with_other_bits_is_taken_from_the_first_job():
     run = Run("east", "west")
     run.fragments["west"][0] = [0, 9]
