@@ -21,7 +21,7 @@ from holmes_ext.join.sockets.channel import FRAME_BYTES, Channel
 from holmes_ext.join.sockets.handshake import Refused, printable
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.weights.manifest import VersionManifest
-from holmes_ext.weights.rate import RateLimit
+from holmes_ext.weights.rate import RateLimit, mark_background
 from holmes_ext.weights.staging import ArrivingVersions, StagedVersion
 from holmes_ext.weights.store import ChunkReader, MissingVersion, VersionStore
 
@@ -67,6 +67,7 @@ class SendingStream:
         self._limit = limit
         self._on_bytes = on_bytes
         self._arriving = arriving
+        self._is_marked = False  # as background traffic, with the first chunk
 
     def next_request(self) -> dict[str, Any]:
         """Wait for the next request.
@@ -99,6 +100,9 @@ class SendingStream:
         except HolmesError as error:
             self.reply({"error": str(error)})
             return
+        if not self._is_marked:
+            mark_background(self._channel.socket)
+            self._is_marked = True
         self.reply({"length": len(data)})
         for part in _parts(memoryview(data)):
             self._limit.take(len(part))

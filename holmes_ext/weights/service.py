@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,8 @@ _MOST_OF_SITE = 256
 @contextlib.contextmanager
 def serve_weights(server: CoordinatorServer) -> Iterator[None]:
     """Answer connections for weights while the coordinator runs."""
-    service = WeightsService(store_of_run(os.environ, server.port), rate_limit(os.environ.get))
+    limit = RateLimit(_bits_per_second(os.environ.get), lambda: server.is_exchanging)
+    service = WeightsService(store_of_run(os.environ, server.port), limit)
     server.handlers[PURPOSE] = service.answer
     server.sections[PURPOSE] = service.status
     thread = threading.Thread(target=service.watch, name="holmes-weights", daemon=True)
@@ -68,8 +69,8 @@ def serve_weights(server: CoordinatorServer) -> Iterator[None]:
         thread.join()
 
 
-def rate_limit(value_of: Any) -> RateLimit:
-    """Return the limit in HOLMES_WEIGHTS_RATE.
+def _bits_per_second(value_of: Callable[[str], str | None]) -> float:
+    """Return the limit in HOLMES_WEIGHTS_RATE in bits/s; 0: there is none.
 
     Args:
         value_of: Returns the value of a variable, or None.
@@ -78,7 +79,7 @@ def rate_limit(value_of: Any) -> RateLimit:
         HolmesError: It is no rate, or too low.
     """
     text = value_of(RATE_VARIABLE)
-    return RateLimit(checked_rate(text, RATE_VARIABLE)) if text else RateLimit()
+    return checked_rate(text, RATE_VARIABLE) if text else 0.0
 
 
 def checked_rate(text: str, where: str) -> int:

@@ -447,6 +447,12 @@ class CoordinatorServer:
                 self._coordinator.look(time.monotonic())
                 self._log_events()
 
+    @property
+    def is_exchanging(self) -> bool:
+        """Return whether jobs exchange data in a round now. Services can leave the network to them."""
+        with self._changed:
+            return any(each.is_exchanging for each in self._coordinator.state.rounds.values())
+
     def status(self) -> dict[str, Any]:
         """Return the state of the run, as `holmes join status` shows it.
 
