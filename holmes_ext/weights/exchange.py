@@ -13,6 +13,10 @@ A stream stays open between versions. So the next version needs no handshakes, a
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +39,18 @@ IDLE_S = 1800.0
 _LATER_S = 4.0
 #: Times that it is sent for a version of which nothing has arrived yet.
 _MOST_LATER = 3
+#: Bytes that a stream requests ahead, at least and at most.
+_LEAST_AHEAD = 2**19
+_MOST_AHEAD = 32 * 2**20
+#: Round trips of bytes, at the stream's rate, that it requests ahead: a new stream doubles its rate in each.
+_ROUND_TRIPS_AHEAD = 3
+#: Seconds that are added to a round trip, because both ends need time for a request.
+_SLACK_S = 0.02
+#: Least seconds over which the rate of a stream is measured.
+_RATE_S = 0.1
+#: Field tcpi_min_rtt of struct tcp_info (linux/tcp.h): offset, in microseconds.
+_MIN_RTT = struct.Struct("=I")
+_MIN_RTT_OFFSET = 148
 #: Bytes of the longest request: the report of a host.
 _LONGEST_REQUEST = 2**20
 #: Bytes of the longest answer: a manifest of 500,000 chunks.
@@ -154,6 +170,36 @@ class ReceivingStream:
         self._source = source
         self._limit = limit
         self._buffer = memoryview(b"")
+        self._rate = 0.0  # bytes/s, measured lately
+        self._round_trip_s = 0.0  # without queues
+        self._measured_since = 0.0  # time; 0: measuring begins with the next part
+        self._measured_bytes = 0
+
+    def start_measuring(self) -> None:
+        """Measure the rate again from the next byte on, because nothing was requested meanwhile."""
+        self._measured_since = 0.0
+
+    @property
+    def bytes_ahead(self) -> int:
+        """Return how many bytes should be requested ahead, so that the stream never waits.
+
+        A stream that requests more holds chunks that a faster one could pull at the end.
+        """
+        wanted = _ROUND_TRIPS_AHEAD * self._rate * (self._round_trip_s + _SLACK_S)
+        return round(min(max(wanted, _LEAST_AHEAD), _MOST_AHEAD))
+
+    def _measure(self, count: int) -> None:
+        """Count bytes that have arrived, and measure rate and round trip from time to time."""
+        now = time.monotonic()
+        if not self._measured_since:
+            self._measured_since, self._measured_bytes = now, 0
+            return
+        self._measured_bytes += count
+        elapsed_s = now - self._measured_since
+        if elapsed_s >= max(_RATE_S, self._round_trip_s):
+            self._rate = self._measured_bytes / elapsed_s
+            self._round_trip_s = _least_round_trip_s(self._channel.socket)
+            self._measured_since, self._measured_bytes = now, 0
 
     def is_idle(self) -> bool:
         """Return whether the connection is open, and nothing has arrived that was not requested."""
@@ -211,6 +257,7 @@ class ReceivingStream:
             self._limit.take(len(part))
             self._channel.receive_bytes([part], Deadline(PART_S, "a part of a chunk"))
             on_bytes(len(part))
+            self._measure(len(part))
         return data
 
     def close(self) -> None:
@@ -233,6 +280,18 @@ class ReceivingStream:
 def _parts(data: memoryview) -> list[memoryview]:
     """Return the parts of a chunk: one frame of the channel each."""
     return [data[start : start + FRAME_BYTES] for start in range(0, len(data), FRAME_BYTES)]
+
+
+def _least_round_trip_s(connection: socket.socket) -> float:
+    """Return the least round trip that the kernel has measured on a TCP connection; 0.0: it has none."""
+    with contextlib.suppress(OSError):
+        size = _MIN_RTT_OFFSET + _MIN_RTT.size
+        information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+        if len(information) == size:
+            [microseconds] = _MIN_RTT.unpack_from(information, _MIN_RTT_OFFSET)
+            if microseconds < 2**32 - 1:
+                return microseconds / 1e6
+    return 0.0
 
 
 def _whole_number(request: dict[str, Any], key: str) -> int:

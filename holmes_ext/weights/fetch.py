@@ -24,9 +24,8 @@ from holmes_ext.words import why
 STALL_S = 20.0
 #: Seconds without a byte after which a fetch fails although its streams are open: the source waits, too.
 _QUIET_S = 30.0
-#: Bytes and chunks that a stream has requested and not received, at most.
-_REQUESTED_BYTES = 16 * 2**20
-_REQUESTED_CHUNKS = 64
+#: Chunks that a stream has requested and not received, at most.
+_MOST_REQUESTED = 256
 #: Seconds between two attempts to open a stream.
 _RETRY_S = 0.5
 #: Seconds between two looks of a stream that has nothing to do for chunks that another one gave back.
@@ -181,11 +180,13 @@ class VersionFetch:
     def _request(self, stream: ReceivingStream, requested: deque[_Piece]) -> None:
         """Request chunks that no stream has requested, as many as this stream may."""
         requested_bytes = sum(piece.length for piece in requested)
-        while len(requested) < _REQUESTED_CHUNKS:
+        if not requested:
+            stream.start_measuring()
+        while len(requested) < _MOST_REQUESTED:
+            if requested_bytes >= stream.bytes_ahead and len(requested) > 1:
+                return
             with self._changed:
-                # Near the end, each stream takes its share of what is left, so that all end together.
-                share = min(_REQUESTED_BYTES, self._left_bytes // self._streams)
-                if not self._waiting or (requested_bytes >= share and len(requested) > 1):
+                if not self._waiting:
                     return
                 piece = self._waiting.popleft()
             requested.append(piece)
