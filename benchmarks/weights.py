@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import weights_beside
 import weights_others
 from harness import Row, Runs, chosen_cases, finish, parser, tell
 from holmes_lab import Lab
-from holmes_lab.cores import core_times
 from holmes_lab.network.inter_cluster import TUNED
-from weights_lab import Network, WeightsHosts, sent_bytes
+from weights_lab import LabCores, Network, WeightsHosts, sent_bytes
 from weights_model import ModelVersion, versions_of
 
 from holmes_ext.cluster.spec import load_spec
@@ -38,6 +38,8 @@ NETWORKS = {
 #: Rate of the links -> width and layers of the model: 21 and 201 million parameters.
 MODELS = {1e8: (512, 5), 1e9: (1024, 12)}
 VERSIONS = "full delta delta full"
+#: Case with a training job beside a transfer.
+BESIDE = "training beside"
 
 
 def measure_holmes(network: Network, versions: list[ModelVersion]) -> dict[str, Any]:
@@ -49,10 +51,10 @@ def measure_holmes(network: Network, versions: list[ModelVersion]) -> dict[str, 
         try:
             hosts.start()
             for number, version in enumerate(versions, start=1):
-                cores, sent = core_times(), sent_bytes(lab)
+                cores, sent = LabCores(), sent_bytes(lab)
                 seconds = hosts.publish(version.folder, number, version.parent)
                 results["seconds"].append(seconds)
-                results["busy"].append(core_times().busy_since(cores))
+                results["busy"].append(cores.busy())
                 results["wan_bytes"].append(sent_bytes(lab) - sent)
             results["copies"] = max(hosts.status()["sent_bytes"].values()) / sum(
                 version.size for version in versions
@@ -69,13 +71,24 @@ def measure_other(network: Network, copy: Callable[[Lab, Path], Any]) -> dict[st
     results: dict[str, Any] = {}
 
     def run(lab: Lab, folder: Path) -> None:
-        cores = core_times()
+        cores = LabCores()
         copied = copy(lab, folder / "copied")
-        busy = core_times().busy_since(cores)
+        busy = cores.busy()
         results.update(seconds=copied.seconds, wan_bytes=copied.bytes, busy=busy)
 
     in_lab(network, run)
     return results
+
+
+def measure_beside() -> dict[str, Any]:
+    """Return the result of weights_beside.measure()."""
+    result: dict[str, Any] = {}
+
+    def run(lab: Lab, folder: Path) -> None:
+        result.update(weights_beside.measure(lab, folder))
+
+    in_lab(weights_beside.NETWORK, run)
+    return result
 
 
 def in_lab(network: Network, run: Callable[[Lab, Path], None]) -> None:
@@ -153,6 +166,17 @@ def rows_of(
     return rows
 
 
+def rows_beside(result: dict[str, Any]) -> list[Row]:
+    """Return the rows of the training job beside a transfer."""
+    slower = weights_beside.slower_percent(result)
+    return [
+        Row.median(BESIDE, "steps/s alone", result["alone"], unit="1/s", emulated=True),
+        Row.median(BESIDE, "steps/s beside", result["beside"], unit="1/s", emulated=True),
+        Row.median(BESIDE, "slower", slower, unit="%", emulated=True, target="<= 1"),
+        Row.median(BESIDE, "share of the link", result["shares"], unit="", emulated=True),
+    ]
+
+
 def main() -> int:
     """Measure the chosen networks, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
@@ -166,7 +190,11 @@ def main() -> int:
     args = arguments.parse_args()
     runs = Runs(args.runs, args.minutes)
     rows: list[Row] = []
-    for name in chosen_cases(args.cases, NETWORKS):
+    for name in chosen_cases(args.cases, (*NETWORKS, BESIDE)):
+        if name == BESIDE:
+            result = runs.of(BESIDE, measure_beside)
+            rows += rows_beside(result) if result is not None else []
+            continue
         network = NETWORKS[name]
         width, layers = MODELS[network.rate_bps]
         versions = versions_of(args.models / f"{width}x{layers}", width, layers, VERSIONS)

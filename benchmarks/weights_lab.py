@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import tell
+from harness import tell, weights_runs
 from holmes_lab import Lab
 from holmes_lab.process.job import Job
 from holmes_lab.process.ranks import Program
@@ -22,6 +22,8 @@ HOLMES = (sys.executable, "-m", "holmes_ext.cli.main")
 PORT = 29600
 TIMEOUT_S = 300.0
 TRAINER = "t0"
+#: Fields of /proc/PID/stat behind the name of the program (proc(5)).
+_USER_TICKS, _SYSTEM_TICKS, _POLICY = 11, 12, 38
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,13 @@ class Network:
     lan_bps: float = 4e9  # of each host's NIC
     hosts: int = 3  # of a site
     trainers: int = 1  # hosts of the trainer's cluster
+    training_hosts: int = 0  # further hosts of each site, which receive nothing
 
     @property
     def name(self) -> str:
         """Return the name of this network in the results."""
         sites = "1 site" if self.sites == 1 else f"{self.sites} sites"
-        return f"{sites}, {self.rate_bps / 1e6:.0f} Mb/s, {self.latency_ms} ms"
+        return f"{sites} {self.rate_bps / 1e6:.0f} Mb/s {self.latency_ms} ms"
 
     @property
     def site_hosts(self) -> list[list[str]]:
@@ -57,7 +60,8 @@ class Network:
             "trainer", [f"t{number}" for number in range(self.trainers)], self.rate_bps
         )
         for number, hosts in enumerate(self.site_hosts):
-            text += _cluster(f"site{number}", hosts, self.rate_bps)
+            training = [f"s{number}t{host}" for host in range(self.training_hosts)]
+            text += _cluster(f"site{number}", hosts + training, self.rate_bps)
         names = ["trainer", *(f"site{number}" for number in range(self.sites))]
         for first, second in itertools.combinations(names, 2):
             text += (
@@ -84,6 +88,38 @@ def address_of(lab: Lab, node: str) -> str:
 def sent_bytes(lab: Lab) -> int:
     """Return the bytes that the trainer's hosts have sent so far, with all headers."""
     return sum(nics["eth0"][1] for node, nics in lab.counters().items() if node.startswith("t"))
+
+
+class LabCores:
+    """Meter of the share of this machine's cores that the lab's programs use.
+
+    They run under SCHED_RR, so all other programs of this machine have to wait for them. Programs that end
+    meanwhile are not counted.
+    """
+
+    def __init__(self) -> None:
+        self._begin_s = time.monotonic()
+        self._before = _real_time_cpu_s()
+
+    def busy(self) -> float:
+        """Return the share since the meter was made, from 0 to 1."""
+        after = _real_time_cpu_s()
+        used_s = sum(seconds - self._before.get(pid, 0.0) for pid, seconds in after.items())
+        return used_s / (time.monotonic() - self._begin_s) / (os.cpu_count() or 1)
+
+
+def _real_time_cpu_s() -> dict[int, float]:
+    """Return the PID of each process under SCHED_RR -> the CPU seconds that it has used."""
+    seconds: dict[int, float] = {}
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):  # it has ended
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[_POLICY]) == os.SCHED_RR:
+                    ticks = int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
+                    seconds[int(entry.name)] = ticks / ticks_per_s
+    return seconds
 
 
 class Programs:
@@ -133,17 +169,21 @@ class WeightsHosts:
         self._programs = Programs(lab)
         self._network = network
         self._folder = folder
-        self._state = folder / "state"
+        self.state = folder / "state"
         self._variables = variables
         self.address = address_of(lab, TRAINER)
         self.events: dict[str, list[dict[str, Any]]] = {}  # node -> events, with their time
 
-    def start(self) -> None:
-        """Start the service and all receivers, and wait until the service knows all of them."""
+    def start(self, *options: str) -> None:
+        """Start the service and all receivers, and wait until the service knows all of them.
+
+        Args:
+            options: Options of `holmes join serve`.
+        """
         lines: list[str] = []
-        command = [*HOLMES, "join", "serve", "--port", str(PORT)]
+        command = [*HOLMES, "join", "serve", "--port", str(PORT), *options]
         self._programs.start(
-            TRAINER, command, lines.append, XDG_STATE_HOME=str(self._state), **self._variables
+            TRAINER, command, lines.append, XDG_STATE_HOME=str(self.state), **self._variables
         )
         wait_until(lambda: any("jobs meet" in line for line in lines))
         for site, hosts in enumerate(self._network.site_hosts):
@@ -173,18 +213,17 @@ class WeightsHosts:
             node, command, on_line, XDG_STATE_HOME=str(self._folder / f"state-{node}")
         )
 
-    def holmes(self, *arguments: str) -> str:
-        """Run a command of the run's user, which needs its state folder only; return its output."""
-        environment = {**os.environ, "XDG_STATE_HOME": str(self._state)}
-        command = [*HOLMES, *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        return done.stdout
+    def holmes(self, *arguments: str) -> None:
+        """Run a command of the run's user, which needs its state folder only."""
+        done = weights_runs.holmes(self.state, *arguments)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
 
     def status(self) -> dict[str, Any]:
         """Return the state of the service, asked for on its node."""
         lines: list[str] = []
         command = [*HOLMES, "weights", "status", f"127.0.0.1:{PORT}", "--json"]
-        job = self._programs.start(TRAINER, command, lines.append, XDG_STATE_HOME=str(self._state))
+        job = self._programs.start(TRAINER, command, lines.append, XDG_STATE_HOME=str(self.state))
         job.wait()
         return json.loads(lines[-1])
 
@@ -192,7 +231,7 @@ class WeightsHosts:
         """Publish a folder; return the seconds from then until the last host has staged it."""
         options = [] if parent is None else ["--parent", str(parent)]
         self.holmes("weights", "publish", str(folder), "--version", str(version), *options)
-        [published] = self._state.rglob(f"weights/{version}")
+        [published] = self.state.rglob(f"weights/{version}")
         start = published.stat().st_ctime  # time at which the folder got this name
         wait_until(lambda: all(self._staged(node, version) for node in self.events))
         return max(self._staged(node, version) for node in self.events) - start

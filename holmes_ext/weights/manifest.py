@@ -28,8 +28,8 @@ from holmes_ext.errors import HolmesError
 #: Bytes of a chunk, the unit of transfer: a power of two from the first number to the second.
 LEAST_CHUNK_BYTES = 2**18
 MOST_CHUNK_BYTES = 8 * 2**20
-#: Chunks of a version, up to which they do not grow.
-_CHUNKS_BEFORE_GROWTH = 8192
+#: Chunks of a version up to which they do not grow: sending the last few of them on takes little of its time.
+_CHUNKS_BEFORE_GROWTH = 512
 #: Files of a version.
 MOST_FILES = 10_000
 #: Chunks of a version: 4 TB.

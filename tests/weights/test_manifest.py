@@ -89,8 +89,8 @@ def test_other_invalid_ones(changes, message):
     "size, expected",
     [
         (0, LEAST_CHUNK_BYTES),
-        (2 * 2**30, LEAST_CHUNK_BYTES),
-        (2 * 2**30 + 1, 2 * LEAST_CHUNK_BYTES),
+        (512 * LEAST_CHUNK_BYTES, LEAST_CHUNK_BYTES),
+        (512 * LEAST_CHUNK_BYTES + 1, 2 * LEAST_CHUNK_BYTES),
         (10**12, MOST_CHUNK_BYTES),
     ],
 )
