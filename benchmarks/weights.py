@@ -149,9 +149,9 @@ def rows_of(
     rows = [
         row("checkpoint, bound", [bound_s], "s"),
         row("checkpoint, holmes", seconds, "s"),
-        row("checkpoint / bound", [each / bound_s for each in seconds], "", "<= 1.1"),
-        row("copies sent to a site", [run["copies"] for run in holmes], "", "<= 1"),
-        row("WAN bytes of a site / checkpoint, holmes", [each / size for each in wan_bytes], ""),
+        row("checkpoint / bound", [each / bound_s for each in seconds], "x", "<= 1.1"),
+        row("copies sent to a site", [run["copies"] for run in holmes], "x", "<= 1"),
+        row("WAN bytes of a site / checkpoint, holmes", [each / size for each in wan_bytes], "x"),
         row("delta, bound", [network.bound_s(versions[deltas[0]].size)], "s"),
         row("delta, holmes", delta_s, "s"),
     ]
@@ -160,8 +160,8 @@ def rows_of(
         other_bytes = result["wan_bytes"] / network.sites / size
         rows += [
             row(f"checkpoint, {name}", [result["seconds"]], "s"),
-            row(f"holmes : {name}", [ratio], "", "<= 1"),
-            row(f"WAN bytes of a site / checkpoint, {name}", [other_bytes], ""),
+            row(f"holmes : {name}", [ratio], "x", "<= 1"),
+            row(f"WAN bytes of a site / checkpoint, {name}", [other_bytes], "x"),
         ]
     return rows
 
@@ -173,7 +173,7 @@ def rows_beside(result: dict[str, Any]) -> list[Row]:
         Row.median(BESIDE, "steps/s alone", result["alone"], unit="1/s", emulated=True),
         Row.median(BESIDE, "steps/s beside", result["beside"], unit="1/s", emulated=True),
         Row.median(BESIDE, "slower", slower, unit="%", emulated=True, target="<= 1"),
-        Row.median(BESIDE, "share of the link", result["shares"], unit="", emulated=True),
+        Row.median(BESIDE, "share of the link", result["shares"], unit="x", emulated=True),
     ]
 
 

@@ -19,7 +19,7 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from holmes_ext.document import load_json
@@ -223,14 +223,14 @@ class VersionStore:
         os.rename(files, self.folder(manifest.version))
         sync_folder(self.path)
 
-    def remove_old(self, keep: int, protected: Iterable[int] = ()) -> list[int]:
+    def remove_old(self, keep: int, protected: Collection[int] = ()) -> list[int]:
         """Remove all versions but the newest ones, and return the numbers of the removed ones.
 
         The current version stays, too, and all versions to which a version that stays is a delta.
 
         Args:
             keep: How many of the newest versions stay.
-            protected: Further versions that stay.
+            protected: Further versions that stay, also partial ones.
         """
         versions = self.versions()
         staying: set[int] = set()
@@ -246,13 +246,16 @@ class VersionStore:
             os.rename(self.folder(version), removed)
             self._manifest_file(version).unlink(missing_ok=True)
             shutil.rmtree(removed, ignore_errors=True)
-        self._remove_old_staging(versions)
+        self._remove_old_staging(versions, protected)
         return old
 
-    def _remove_old_staging(self, versions: list[int]) -> None:
-        """Remove partial versions that are older than the newest complete one: nothing needs them."""
+    def _remove_old_staging(self, versions: list[int], protected: Collection[int]) -> None:
+        """Remove partial versions that are older than the newest complete one, and not protected."""
         for folder in (self._private / "staging").iterdir():
-            if versions and folder.name.isdecimal() and int(folder.name) <= versions[-1]:
+            version = int(folder.name) if folder.name.isdecimal() else None
+            if version is None or version in protected:
+                continue
+            if versions and version <= versions[-1]:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _manifest_file(self, version: int) -> Path:

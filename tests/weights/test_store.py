@@ -99,6 +99,20 @@ def test_old_versions_are_removed_but_chains_stay(store, folder):
     assert store.versions() == [5, 6, 7]
 
 
+def test_partial_versions_stay_while_they_are_needed(tmp_path, store, folder):
+    manifests = [publish_folder(folder, store, version, keep=9) for version in (1, 2, 3)]
+    site = VersionStore(tmp_path / "site")
+    site.make()
+    for manifest in manifests[:2]:
+        site.stage(manifest).close()
+    staged = site.stage(manifests[2])
+    for index in staged.missing:
+        staged.write(index, memoryview(ChunkReader(store).read(3, index)))
+    staged.finish()
+    site.remove_old(keep=1, protected=[2, 3])
+    assert os.listdir(site.path / ".holmes" / "staging") == ["2"]
+
+
 @pytest.mark.parametrize("change", ["append", "replace", "remove", "add"])
 def test_a_folder_that_changes(monkeypatch, store, folder, change):
     copy_file = publishing._copy_file
