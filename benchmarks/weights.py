@@ -136,7 +136,9 @@ def rows_of(
     deltas = [number for number in numbers if versions[number].parent is not None]
     size = versions[full[0]].size
     busy = max(max(run["busy"]) for run in holmes)
-    seconds = [run["seconds"][number] for run in holmes for number in full]
+    # TCP's windows of the first version are still small.
+    first_s = [run["seconds"][full[0]] for run in holmes]
+    seconds = [run["seconds"][number] for run in holmes for number in full[1:]]
     wan_bytes = [run["wan_bytes"][number] / network.sites for run in holmes for number in full]
     delta_s = [run["seconds"][number] for run in holmes for number in deltas]
     bound_s = network.bound_s(size)
@@ -150,8 +152,9 @@ def rows_of(
         row("checkpoint, bound", [bound_s], "s"),
         row("checkpoint, holmes", seconds, "s"),
         row("checkpoint / bound", [each / bound_s for each in seconds], "x", "<= 1.1"),
+        row("first checkpoint / bound", [each / bound_s for each in first_s], "x", "<= 1.1"),
         row("copies sent to a site", [run["copies"] for run in holmes], "x", "<= 1"),
-        row("WAN bytes of a site / checkpoint, holmes", [each / size for each in wan_bytes], "x"),
+        row("uplink's bytes / copies, holmes", [each / size for each in wan_bytes], "x"),
         row("delta, bound", [network.bound_s(versions[deltas[0]].size)], "s"),
         row("delta, holmes", delta_s, "s"),
     ]
@@ -161,7 +164,7 @@ def rows_of(
         rows += [
             row(f"checkpoint, {name}", [result["seconds"]], "s"),
             row(f"holmes : {name}", [ratio], "x", "<= 1"),
-            row(f"WAN bytes of a site / checkpoint, {name}", [other_bytes], "x"),
+            row(f"uplink's bytes / copies, {name}", [other_bytes], "x"),
         ]
     return rows
 

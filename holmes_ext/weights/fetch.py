@@ -63,7 +63,8 @@ class VersionFetch:
         pool: Streams to the source.
         address: Address of the source.
         streams: Number of streams.
-        on_bytes: Called with the version and the number of bytes of each part that arrives.
+        on_bytes: Called with the version and the number of bytes of each part that arrives, by one thread
+            at a time.
         stall_s: Seconds without a byte after which a broken stream is not opened again.
     """
 
@@ -194,8 +195,9 @@ class VersionFetch:
             requested_bytes += piece.length
 
     def _count(self, staged: StagedVersion, count: int) -> None:
-        self._last_byte = time.monotonic()
-        self._on_bytes(staged, count)
+        with self._changed:  # streams count at the same time
+            self._last_byte = time.monotonic()
+            self._on_bytes(staged, count)
 
     def _write(self, staged: StagedVersion, index: int, data: memoryview) -> None:
         manifest = staged.manifest
