@@ -86,8 +86,8 @@ from holmes_ext.runtime.sockets import Guest, Listener, listen
 from holmes_ext.words import why
 
 #: Function that starts a service beside the coordinator; its context manager ends the service.
-#: A service may answer connections with a purpose of its own, add a section to the status, and leave the network
-#: to the jobs while they exchange data (is_exchanging).
+#: A service may answer connections with a purpose of its own, add a section to the status, and leave the
+#: network to the jobs while they exchange data (is_exchanging).
 Service = Callable[["CoordinatorServer"], AbstractContextManager[object]]
 #: Reason in the log for a job that ended without a last heartbeat.
 CLOSED = "its connection was closed"
