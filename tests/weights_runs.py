@@ -49,7 +49,7 @@ class Process:
             self._process.send_signal(signal.SIGKILL)
         self.wait()
 
-    def wait(self, seconds: float = 20.0) -> int:
+    def wait(self, seconds: float = 60.0) -> int:
         """Return the exit status."""
         status = self._process.wait(seconds)
         self._reader.join(5)
@@ -79,7 +79,7 @@ def holmes(home: Path, *arguments: object) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(command, status, out.getvalue(), err.getvalue())
 
 
-def until(condition, seconds: float = 20.0):
+def until(condition, seconds: float = 60.0):
     """Wait until a condition holds, and return its value."""
     end = time.monotonic() + seconds
     while not (value := condition()):

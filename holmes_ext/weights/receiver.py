@@ -44,9 +44,10 @@ from holmes_ext.words import why
 
 #: Seconds between two attempts to reach the service.
 _RETRY_S = 0.5
-#: Longest wait of a report for news, in seconds: while a version is pulled, and otherwise.
-_BUSY_WAIT_S = 0.1
-_IDLE_WAIT_S = 2.0
+#: Longest wait of a report for news, in seconds, while no version is pulled.
+_NEWS_S = 2.0
+#: Seconds between two reports while a version is pulled.
+_BUSY_S = 0.5
 #: Seconds without a byte after which a host of the same site is given up if its connections break.
 _SITE_STALL_S = 2.0
 #: Transfers after which a host of the same site is given up that does not get the version itself.
@@ -145,6 +146,8 @@ class WeightsReceiver:
                 reply = self._report()
                 if reply is not None and self._follow(reply):
                     return
+                if self._pulling is not None:
+                    self._pulling.join(_BUSY_S)  # its end is reported at once
         finally:
             self.close()
 
@@ -167,7 +170,7 @@ class WeightsReceiver:
                 "op": "report",
                 "report": asdict(self._own_report(self._channel)),
                 "seen": self._seen,
-                "wait": _BUSY_WAIT_S if self._is_pulling() else _IDLE_WAIT_S,
+                "wait": 0.0 if self._is_pulling() else _NEWS_S,
             }
             reply = stream.ask(request)
             self._seen = str(reply.get("token"))
