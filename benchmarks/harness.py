@@ -31,6 +31,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 # The benchmarks import these functions from here, so that only this module changes sys.path.
+import weights_runs as weights_runs  # noqa: E402
 from checkouts import checkouts_folder as checkouts_folder  # noqa: E402
 from checkouts import find_checkout as find_checkout  # noqa: E402
 from checkouts import why_missing as why_missing  # noqa: E402

@@ -1,206 +1,230 @@
-"""Measures `holmes weights` in the lab: a trainer, and sites of several hosts over emulated WAN links.
+"""Measures `holmes weights` in the lab, beside rsync, S3 and a broadcast: a trainer and sites of 3 hosts.
 
-Each case publishes versions of random bytes, and measures the time from the end of `holmes weights publish`
-until the last host has staged the version. The bound is the version's bytes over the rate of a site's link.
+    python benchmarks/weights.py --json results/weights.json --models FOLDER --rsync FILE --s3-python FILE
+
+The sites' links and the trainer's uplink, which all sites share, have the same rate. A time counts from the
+publication of a version until the last host has staged it. The bound is the bytes of all sites over the rate
+of the uplink.
+
+Versions are checkpoints and deltas of a model (weights_model.py). FOLDER keeps them. --rsync names rsync's
+program, --s3-python a Python with moto[server]; what is not named is left out.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
-import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import Row, chosen_cases, finish, parser, tell
+import weights_beside
+import weights_others
+from harness import Row, Runs, chosen_cases, finish, parser, tell
 from holmes_lab import Lab
-from holmes_lab.process.job import Job
-from holmes_lab.process.ranks import Program
+from holmes_lab.cores import core_times
+from holmes_lab.network.inter_cluster import TUNED
+from weights_lab import LabCores, Network, WeightsHosts, sent_bytes
+from weights_model import ModelVersion, versions_of
 
 from holmes_ext.cluster.spec import load_spec
 
-HOLMES = (sys.executable, "-m", "holmes_ext.cli.main")
-PORT = 29600
-VERSIONS = 3  # measured versions of a case
-TIMEOUT_S = 240.0
-
-
-@dataclass(frozen=True)
-class Case:
-    """Sites, their links to the trainer, and the size of a version."""
-
-    sites: int
-    rate_bps: float  # of each link between the trainer and a site
-    latency_ms: int  # one way
-    megabytes: int  # of a version
-    hosts: int = 3  # of a site
-
-    @property
-    def bound_s(self) -> float:
-        """Return the time of the bytes at the rate of one link; each site has a link of its own."""
-        return self.megabytes * 8e6 / self.rate_bps
-
-    def toml(self) -> str:
-        """Return the cluster.toml of the lab: cluster 0 is the trainer's."""
-        clusters = ['[[cluster]]\nname = "trainer"\nkind = "ib"\nrate = "1Gb/s"\nnodes = ["t0"]\n']
-        links = []
-        for number in range(self.sites):
-            nodes = f"s{number}h[0-{self.hosts - 1}]"
-            clusters.append(
-                f'[[cluster]]\nname = "site{number}"\nkind = "ib"\nrate = "1Gb/s"\nnodes = ["{nodes}"]\n'
-            )
-            links.append(
-                f'[[between]]\nclusters = ["trainer", "site{number}"]\n'
-                f'rate = "{self.rate_bps / 1e6:.0f}Mb/s"\nlatency = "{self.latency_ms}ms"\n'
-            )
-        for first in range(self.sites):
-            for second in range(first + 1, self.sites):
-                links.append(
-                    f'[[between]]\nclusters = ["site{first}", "site{second}"]\n'
-                    f'rate = "{self.rate_bps / 1e6:.0f}Mb/s"\nlatency = "{self.latency_ms}ms"\n'
-                )
-        return 'version = 2\n[ethernet]\nrate = "1Gb/s"\n' + "".join(clusters + links)
-
-
-CASES = {
-    "1 site 100 Mb/s 40 ms": Case(1, 1e8, 20, 40),
-    "2 sites 100 Mb/s 40 ms": Case(2, 1e8, 20, 40),
-    "1 site 100 Mb/s 160 ms": Case(1, 1e8, 80, 40),
+NETWORKS = {
+    network.name: network
+    for rate_bps in (1e8, 1e9)
+    for latency_ms in (20, 80)
+    for network in (Network(sites, rate_bps, latency_ms) for sites in (1, 2, 4, 8))
 }
+#: Rate of the links -> width and layers of the model: 21 and 201 million parameters.
+MODELS = {1e8: (512, 5), 1e9: (1024, 12)}
+VERSIONS = "full delta delta full"
+#: Rate above which all programs of this machine count, not only those of the lab.
+_MANY_PACKETS_BPS = 5e8
+#: Case with a training job beside a transfer.
+BESIDE = "training beside"
 
 
-class Hosts:
-    """Processes of one case: the service on node t0, and a receiver on each other node."""
+def measure_holmes(network: Network, versions: list[ModelVersion]) -> dict[str, Any]:
+    """Return seconds, bytes and the load of the cores for each version, sent by holmes."""
+    results: dict[str, Any] = {"seconds": [], "wan_bytes": [], "busy": [], "busy_in_all": []}
 
-    def __init__(self, lab: Lab, case: Case, folder: Path):
-        self._lab = lab
-        self._case = case
-        self._folder = folder
-        self._state = folder / "state"
-        self.events: dict[str, list[dict[str, Any]]] = {}  # node -> events, with their time
-        self._jobs: list[Job] = []
-
-    def start(self) -> None:
-        """Start the service and all receivers, and wait until the service knows all of them."""
-        lines: list[str] = []
-        self._start("t0", ["join", "serve", "--port", str(PORT)], self._state, lines.append)
-        wait_until(lambda: any("jobs meet" in line for line in lines))
-        [address] = [node.address for node in self._lab.nodes if node.name == "t0"]
-        for number in range(self._case.sites):
-            for host in range(self._case.hosts):
-                self._start_receiver(f"s{number}h{host}", f"site{number}", address)
-        count = self._case.sites * self._case.hosts
-        wait_until(lambda: len(self.status()["hosts"]) == count)
-
-    def _start_receiver(self, node: str, site: str, address: str) -> None:
-        invitation = self._folder / f"{node}.json"
-        self.holmes("join", "invite", site, "--address", address, "--output", str(invitation))
-        events = self.events.setdefault(node, [])
-
-        def on_line(line: str) -> None:
-            if line.startswith("{"):
-                events.append({**json.loads(line), "time": time.monotonic()})
-            else:
-                tell(f"{node}: {line}")
-
-        arguments = ["weights", "receive", str(self._folder / node), "--json"]
-        arguments += ["--join", f"{site}@{address}:{PORT}", "--invitation", str(invitation)]
-        self._start(node, arguments, self._folder / f"state-{node}", on_line)
-
-    def _start(self, node: str, arguments: list[str], state: Path, on_line: Any) -> None:
-        environment = {**os.environ, "XDG_STATE_HOME": str(state)}
-        program = Program(host=node, argv=[*HOLMES, *arguments], env=environment)
-        self._jobs.append(
-            self._lab.start_programs(
-                [program],
-                timeout=TIMEOUT_S,
-                on_line=lambda rank, line, stream: on_line(line),
+    def run(lab: Lab, folder: Path) -> None:
+        hosts = WeightsHosts(lab, network, folder)
+        try:
+            hosts.start()
+            for number, version in enumerate(versions, start=1):
+                cores, machine = LabCores(), core_times()
+                sent = sent_bytes(lab)
+                seconds = hosts.publish(version.folder, number, version.parent)
+                results["seconds"].append(seconds)
+                results["busy"].append(cores.busy())
+                results["busy_in_all"].append(core_times().busy_since(machine))
+                results["wan_bytes"].append(sent_bytes(lab) - sent)
+            results["copies"] = max(hosts.status()["sent_bytes"].values()) / sum(
+                version.size for version in versions
             )
-        )
+        finally:
+            hosts.close()
 
-    def holmes(self, *arguments: str) -> str:
-        """Run a command of the run's user, which needs its state folder only; return its output."""
-        environment = {**os.environ, "XDG_STATE_HOME": str(self._state)}
-        command = [*HOLMES, *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        return done.stdout
-
-    def status(self) -> dict[str, Any]:
-        """Return the state of the service, asked for on its node."""
-        lines: list[str] = []
-        environment = {**os.environ, "XDG_STATE_HOME": str(self._state)}
-        command = [*HOLMES, "weights", "status", f"127.0.0.1:{PORT}", "--json"]
-        program = Program(host="t0", argv=command, env=environment)
-        job = self._lab.start_programs(
-            [program], timeout=60, on_line=lambda rank, line, stream: lines.append(line)
-        )
-        job.wait()
-        return json.loads(lines[-1])
-
-    def publish(self, version: int) -> float:
-        """Publish a version of random bytes; return the seconds until all hosts have staged it."""
-        folder = self._folder / f"made{version}"
-        folder.mkdir()
-        (folder / "model.safetensors").write_bytes(os.urandom(self._case.megabytes * 10**6))
-        self.holmes("weights", "publish", str(folder), "--version", str(version))
-        start = time.monotonic()
-        wait_until(lambda: all(self._staged(node, version) for node in self.events))
-        return max(self._staged(node, version) for node in self.events) - start
-
-    def _staged(self, node: str, version: int) -> float:
-        """Return the time at which a host has staged a version; 0: it has not."""
-        for event in list(self.events[node]):
-            if event["event"] == "staged" and event["version"] == version:
-                return event["time"]
-        return 0.0
-
-    def close(self) -> None:
-        """End all processes."""
-        for job in self._jobs:
-            job.kill()
-            job.wait()
+    in_lab(network, run)
+    return results
 
 
-def wait_until(condition: Any) -> None:
-    """Wait until a condition holds, at most TIMEOUT_S seconds."""
-    end = time.monotonic() + TIMEOUT_S
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError("a case did not end")
-        time.sleep(0.01)
+def measure_other(network: Network, copy: Callable[[Lab, Path], Any]) -> dict[str, Any]:
+    """Return seconds, bytes and the load of the cores of another way to copy a folder."""
+    results: dict[str, Any] = {}
+
+    def run(lab: Lab, folder: Path) -> None:
+        cores = LabCores()
+        copied = copy(lab, folder / "copied")
+        busy = cores.busy()
+        results.update(seconds=copied.seconds, wan_bytes=copied.bytes, busy=busy)
+
+    in_lab(network, run)
+    return results
 
 
-def measure(name: str) -> list[Row]:
-    """Run a case, and return its rows."""
-    case = CASES[name]
+def measure_beside() -> dict[str, Any]:
+    """Return the result of weights_beside.measure()."""
+    result: dict[str, Any] = {}
+
+    def run(lab: Lab, folder: Path) -> None:
+        result.update(weights_beside.measure(lab, folder))
+
+    in_lab(weights_beside.NETWORK, run)
+    return result
+
+
+def in_lab(network: Network, run: Callable[[Lab, Path], None]) -> None:
+    """Call a function with a lab of this network and a temporary folder."""
     with tempfile.TemporaryDirectory() as temporary:
-        file = Path(temporary) / "cluster.toml"
-        file.write_text(case.toml())
-        with Lab(load_spec(file)) as lab:
-            hosts = Hosts(lab, case, Path(temporary))
-            try:
-                hosts.start()
-                seconds = [hosts.publish(version) for version in range(1, VERSIONS + 1)]
-                sent = hosts.status()["sent_bytes"]
-            finally:
-                hosts.close()
-    ratios = [each / case.bound_s for each in seconds]
-    copies = [count / (VERSIONS * case.megabytes * 1e6) for count in sent.values()]
+        folder = Path(temporary)
+        (folder / "cluster.toml").write_text(network.toml())
+        # TUNED: settings of the kernel's TCP with which long links reach their rate.
+        spec = load_spec(folder / "cluster.toml")
+        with Lab(spec, realtime=True, sysctl=TUNED) as lab:
+            run(lab, folder)
+
+
+def others_of(args: Any, network: Network, source: ModelVersion) -> dict[str, Callable[..., Any]]:
+    """Return the other ways to copy a version, by name."""
+    others: dict[str, Callable[..., Any]] = {}
+    if args.rsync:
+        others["rsync"] = lambda lab, folder: weights_others.rsync(
+            lab, network, source.folder, folder, args.rsync
+        )
+    if args.s3_python:
+        others["S3"] = lambda lab, folder: weights_others.s3(
+            lab, network, source.folder, folder, args.s3_python
+        )
+    others["broadcast"] = lambda lab, folder: weights_others.broadcast(lab, network, source.size)
+    return others
+
+
+def rows_of(
+    network: Network,
+    versions: list[ModelVersion],
+    holmes: list[dict[str, Any]],
+    others: dict[str, dict[str, Any]],
+) -> list[Row]:
+    """Return the rows of one network.
+
+    Args:
+        network: The network.
+        versions: The versions.
+        holmes: Results of measure_holmes().
+        others: Results of measure_other(), by name.
+    """
+    numbers = range(len(versions))
+    full = [number for number in numbers if versions[number].parent is None]
+    deltas = [number for number in numbers if versions[number].parent is not None]
+    size = versions[full[0]].size
+    # Many packets keep the kernel busy, whose threads have to share the cores with all other programs.
+    meter = "busy_in_all" if network.rate_bps > _MANY_PACKETS_BPS else "busy"
+    busy = max(max(run[meter]) for run in holmes)
+    # TCP's windows of the first version are still small.
+    first_s = [run["seconds"][full[0]] for run in holmes]
+    seconds = [run["seconds"][number] for run in holmes for number in full[1:]]
+    wan_bytes = [run["wan_bytes"][number] / network.sites for run in holmes for number in full]
+    delta_s = [run["seconds"][number] for run in holmes for number in deltas]
+    bound_s = network.bound_s(size)
+
+    def row(metric: str, values: list[float], unit: str, target: str = "") -> Row:
+        return Row.median(
+            network.name, metric, values, unit, emulated=False, target=target, busy=busy
+        )
+
+    rows = [
+        row("checkpoint, bound", [bound_s], "s"),
+        row("checkpoint, holmes", seconds, "s"),
+        row("checkpoint / bound", [each / bound_s for each in seconds], "x", "<= 1.1"),
+        row("first checkpoint / bound", [each / bound_s for each in first_s], "x", "<= 1.1"),
+        row("copies sent to a site", [run["copies"] for run in holmes], "x", "<= 1"),
+        row("uplink's bytes / copies, holmes", [each / size for each in wan_bytes], "x"),
+        row("delta, bound", [network.bound_s(versions[deltas[0]].size)], "s"),
+        row("delta, holmes", delta_s, "s"),
+    ]
+    for name, result in others.items():
+        ratio = sorted(seconds)[len(seconds) // 2] / result["seconds"]
+        other_bytes = result["wan_bytes"] / network.sites / size
+        rows += [
+            row(f"checkpoint, {name}", [result["seconds"]], "s"),
+            row(f"holmes : {name}", [ratio], "x", "<= 1"),
+            row(f"uplink's bytes / copies, {name}", [other_bytes], "x"),
+        ]
+    return rows
+
+
+def rows_beside(result: dict[str, Any]) -> list[Row]:
+    """Return the rows of the training job beside a transfer."""
+    slower = weights_beside.slower_percent(result)
     return [
-        Row.median(name, "last host staged", seconds, unit="s", emulated=False),
-        Row.median(name, "staged / bound", ratios, unit="", emulated=False, target="<= 1.1"),
-        Row.median(name, "copies sent to a site", copies, unit="", emulated=False, target="<= 1"),
+        Row.median(BESIDE, "steps/s alone", result["alone"], unit="1/s", emulated=True),
+        Row.median(BESIDE, "steps/s beside", result["beside"], unit="1/s", emulated=True),
+        Row.median(BESIDE, "slower", slower, unit="%", emulated=True, target="<= 1"),
+        Row.median(BESIDE, "share of the link", result["shares"], unit="x", emulated=True),
     ]
 
 
 def main() -> int:
-    """Measure the chosen cases, print the table of results, and write the results file."""
-    args = parser(__doc__.splitlines()[0]).parse_args()
-    rows = [row for case in chosen_cases(args.cases, CASES) for row in measure(case)]
+    """Measure the chosen networks, print the table of results, and write the results file."""
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--models", type=Path, required=True, help="folder for checkpoints")
+    arguments.add_argument("--rsync", type=Path, metavar="FILE", help="program rsync")
+    arguments.add_argument(
+        "--s3-python", type=Path, metavar="FILE", help="Python with moto[server]"
+    )
+    arguments.add_argument("--repeats", type=int, default=2, help="runs of holmes (default: 2)")
+    Runs.add_arguments(arguments)
+    args = arguments.parse_args()
+    runs = Runs(args.runs, args.minutes)
+    rows: list[Row] = []
+    for name in chosen_cases(args.cases, (*NETWORKS, BESIDE)):
+        if name == BESIDE:
+            result = runs.of(BESIDE, measure_beside)
+            rows += rows_beside(result) if result is not None else []
+            continue
+        network = NETWORKS[name]
+        width, layers = MODELS[network.rate_bps]
+        versions = versions_of(args.models / f"{width}x{layers}", width, layers, VERSIONS)
+        others = others_of(args, network, versions[0])
+        holmes = []
+        results = {}
+        for repeat in range(args.repeats):
+            key = f"{name}: holmes {repeat}"
+            run = runs.of(key, partial(measure_holmes, network, versions))
+            if run is not None:
+                holmes.append(run)
+            if repeat:
+                continue
+            for other, copy in others.items():
+                result = runs.of(f"{name}: {other}", partial(measure_other, network, copy))
+                if result is not None:
+                    results[other] = result
+        if holmes:
+            rows += rows_of(network, versions, holmes, results)
+        tell(f"load average {os.getloadavg()[0]:.1f}")
     return finish(rows, args.json, "weights to sites over emulated links")
 
 

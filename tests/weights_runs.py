@@ -1,8 +1,12 @@
-"""Processes for tests of weights: `holmes join serve`, `holmes weights receive`, and a link to cut."""
+"""Processes for tests of weights: `holmes join serve`, `holmes weights receive`, and a link to cut.
+
+Commands that end at once run in the test's process, which saves the start of another one.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -12,6 +16,9 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
+
+from holmes_ext.cli.main import main
 
 _CODE = "import sys; from holmes_ext.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
@@ -42,7 +49,7 @@ class Process:
             self._process.send_signal(signal.SIGKILL)
         self.wait()
 
-    def wait(self, seconds: float = 20.0) -> int:
+    def wait(self, seconds: float = 60.0) -> int:
         """Return the exit status."""
         status = self._process.wait(seconds)
         self._reader.join(5)
@@ -60,17 +67,19 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def holmes(home: Path, *arguments: object) -> subprocess.CompletedProcess:
-    """Run a command of holmes to its end."""
-    return subprocess.run(
-        [sys.executable, "-c", _CODE, *map(str, arguments)],
-        env=environment(home),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    """Run a command of holmes to its end, in this process."""
+    command = list(map(str, arguments))
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, environment(home)),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        status = main(command)
+    return subprocess.CompletedProcess(command, status, out.getvalue(), err.getvalue())
 
 
-def until(condition, seconds: float = 20.0):
+def until(condition, seconds: float = 60.0):
     """Wait until a condition holds, and return its value."""
     end = time.monotonic() + seconds
     while not (value := condition()):

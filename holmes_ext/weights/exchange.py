@@ -3,13 +3,20 @@
     {"op": "manifest", "version": N}            -> {"manifest": {...}}
     {"op": "read", "version": N, "chunk": I}    -> {"length": L}, then L bytes
 
-An error is {"error": one line}. The receiver sends further requests before the answer to the first has
+An error is {"error": one line}. {"later": true} goes before an answer that takes long, because the sender
+itself still waits for the version. The receiver sends further requests before the answer to the first has
 come, so a stream is busy in spite of the round trip. Both ends limit the time of each part of a chunk: a
 link that is cut ends the stream, and the receiver opens another one for the chunks that are missing.
+
+A stream stays open between versions. So the next version needs no handshakes, and TCP's window is large.
 """
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,16 +24,33 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.join.sockets.channel import FRAME_BYTES, Channel
 from holmes_ext.join.sockets.handshake import Refused, printable
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.weights.manifest import CHUNK_BYTES, VersionManifest
-from holmes_ext.weights.rate import RateLimit
-from holmes_ext.weights.store import ChunkReader, StagedVersion, VersionStore
+from holmes_ext.weights.manifest import VersionManifest
+from holmes_ext.weights.rate import RateLimit, mark_background
+from holmes_ext.weights.staging import ArrivingVersions, StagedVersion
+from holmes_ext.weights.store import ChunkReader, MissingVersion, VersionStore
 
 #: Purpose of a connection for weights, in the handshake of joined jobs.
 PURPOSE = "weights"
-#: Seconds for a part of a chunk (FRAME_BYTES), for a request, and for an answer.
+#: Seconds for a part of a chunk (FRAME_BYTES), and for an answer.
 PART_S = 20.0
-#: Seconds that a chunk may take to arrive before it can be sent on.
-_ARRIVAL_S = 15.0
+#: Seconds for which a stream stays open without a request.
+IDLE_S = 1800.0
+#: Seconds after which {"later": true} is sent.
+_LATER_S = 4.0
+#: Times that it is sent for a version of which nothing has arrived yet.
+_MOST_LATER = 3
+#: Bytes that a stream requests ahead, at least and at most.
+_LEAST_AHEAD = 2**19
+_MOST_AHEAD = 32 * 2**20
+#: Round trips of bytes, at the stream's rate, that it requests ahead: a new stream doubles its rate in each.
+_ROUND_TRIPS_AHEAD = 3
+#: Seconds that are added to a round trip, because both ends need time for a request.
+_SLACK_S = 0.02
+#: Least seconds over which the rate of a stream is measured.
+_RATE_S = 0.1
+#: Field tcpi_min_rtt of struct tcp_info (linux/tcp.h): offset, in microseconds.
+_MIN_RTT = struct.Struct("=I")
+_MIN_RTT_OFFSET = 148
 #: Bytes of the longest request: the report of a host.
 _LONGEST_REQUEST = 2**20
 #: Bytes of the longest answer: a manifest of 500,000 chunks.
@@ -41,8 +65,8 @@ class SendingStream:
         store: The store whose versions are sent.
         limit: Limit on the rate, for all streams of this process.
         on_bytes: Called with the number of bytes of each part that was sent.
-        arriving: Returns the version that this process receives now; None: it receives none. Its chunks are
-            sent as soon as they are written.
+        arriving: The versions that this process receives now. Their chunks are sent as soon as they are
+            written. None: this process receives none.
     """
 
     def __init__(
@@ -51,7 +75,7 @@ class SendingStream:
         store: VersionStore,
         limit: RateLimit,
         on_bytes: Callable[[int], None] = lambda count: None,
-        arriving: Callable[[], StagedVersion | None] = lambda: None,
+        arriving: ArrivingVersions | None = None,
     ):
         self._channel = channel
         self._store = store
@@ -59,14 +83,15 @@ class SendingStream:
         self._limit = limit
         self._on_bytes = on_bytes
         self._arriving = arriving
+        self._is_marked = False  # as background traffic, with the first chunk
 
     def next_request(self) -> dict[str, Any]:
         """Wait for the next request.
 
         Raises:
-            OSError: None came within PART_S seconds, or the connection is lost.
+            OSError: None came within IDLE_S seconds, or the connection is lost.
         """
-        return self._channel.receive(Deadline(PART_S, "a request"), _LONGEST_REQUEST)
+        return self._channel.receive(Deadline(IDLE_S, "a request"), _LONGEST_REQUEST)
 
     def reply(self, document: dict[str, Any]) -> None:
         """Send a document as the answer to a request."""
@@ -80,33 +105,52 @@ class SendingStream:
         """
         try:
             version = _whole_number(request, "version")
+            staged = self._wait_for_version(version)
             if request.get("op") == "manifest":
-                self.reply({"manifest": _document_of(self._manifest(version))})
+                manifest = self._store.manifest(version) if staged is None else staged.manifest
+                self.reply({"manifest": manifest.document()})
                 return
             if request.get("op") != "read":
                 raise HolmesError(f"there is no request {str(request.get('op'))!r:.40}")
-            data = self._chunk(version, _whole_number(request, "chunk"))
+            data = self._chunk(staged, version, _whole_number(request, "chunk"))
         except HolmesError as error:
             self.reply({"error": str(error)})
             return
+        if not self._is_marked:
+            mark_background(self._channel.socket)
+            self._is_marked = True
         self.reply({"length": len(data)})
         for part in _parts(memoryview(data)):
             self._limit.take(len(part))
             self._channel.send_bytes([part], Deadline(PART_S, "a part of a chunk"))
             self._on_bytes(len(part))
 
-    def _manifest(self, version: int) -> VersionManifest:
-        staged = self._arriving()
-        if staged is not None and staged.manifest.version == version:
-            return staged.manifest
-        return self._store.manifest(version)
+    def _wait_for_version(self, version: int) -> StagedVersion | None:
+        """Return a version that arrives now, after waiting for its begin; None: the store has it.
 
-    def _chunk(self, version: int, index: int) -> bytes:
+        Raises:
+            MissingVersion: The store does not have it, and it does not begin to arrive in time.
+        """
+        if self._arriving is not None:
+            for _ in range(_MOST_LATER):
+                staged = self._arriving.get(version)
+                if staged is not None or self._store.has(version):
+                    return staged
+                staged = self._arriving.wait_for(version, _LATER_S)
+                if staged is not None:
+                    return staged
+                self.reply({"later": True})
+        if not self._store.has(version):
+            raise MissingVersion(f"there is no version {version}")
+        return None
+
+    def _chunk(self, staged: StagedVersion | None, version: int, index: int) -> bytes:
         """Return a chunk, after waiting for it if the version is arriving."""
-        staged = self._arriving()
-        is_arriving = staged is not None and staged.manifest.version == version
-        if staged is not None and is_arriving and 0 <= index < len(staged.manifest.chunks):
-            data = staged.wait_for(index, _ARRIVAL_S)
+        if staged is not None and 0 <= index < len(staged.manifest.chunks):
+            while (data := staged.wait_for(index, _LATER_S)) is None:
+                if staged.is_closed:
+                    break  # it is complete, or its transfer was given up
+                self.reply({"later": True})
             if data is not None:
                 return data
         return self._reader.read(version, index)
@@ -119,17 +163,47 @@ class ReceivingStream:
         channel: Connection to the sender.
         source: Name of the sender in error messages.
         limit: Limit on the rate, for all streams of this process.
-        on_bytes: Called with the number of bytes of each part that has arrived.
     """
 
-    def __init__(
-        self, channel: Channel, source: str, limit: RateLimit, on_bytes: Callable[[int], None]
-    ):
+    def __init__(self, channel: Channel, source: str, limit: RateLimit):
         self._channel = channel
         self._source = source
         self._limit = limit
-        self._on_bytes = on_bytes
-        self._buffer = memoryview(bytearray(CHUNK_BYTES))
+        self._buffer = memoryview(b"")
+        self._rate = 0.0  # bytes/s, measured lately
+        self._round_trip_s = 0.0  # without queues
+        self._measured_since = 0.0  # time; 0: measuring begins with the next part
+        self._measured_bytes = 0
+
+    def start_measuring(self) -> None:
+        """Measure the rate again from the next byte on, because nothing was requested meanwhile."""
+        self._measured_since = 0.0
+
+    @property
+    def bytes_ahead(self) -> int:
+        """Return how many bytes should be requested ahead, so that the stream never waits.
+
+        A stream that requests more holds chunks that a faster one could pull at the end.
+        """
+        wanted = _ROUND_TRIPS_AHEAD * self._rate * (self._round_trip_s + _SLACK_S)
+        return round(min(max(wanted, _LEAST_AHEAD), _MOST_AHEAD))
+
+    def _measure(self, count: int) -> None:
+        """Count bytes that have arrived, and measure rate and round trip from time to time."""
+        now = time.monotonic()
+        if not self._measured_since:
+            self._measured_since, self._measured_bytes = now, 0
+            return
+        self._measured_bytes += count
+        elapsed_s = now - self._measured_since
+        if elapsed_s >= max(_RATE_S, self._round_trip_s):
+            self._rate = self._measured_bytes / elapsed_s
+            self._round_trip_s = _least_round_trip_s(self._channel.socket)
+            self._measured_since, self._measured_bytes = now, 0
+
+    def is_idle(self) -> bool:
+        """Return whether the connection is open, and nothing has arrived that was not requested."""
+        return self._channel.lives() and self._channel.idle()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request, and return the answer.
@@ -162,11 +236,12 @@ class ReceivingStream:
         request = {"op": "read", "version": version, "chunk": index}
         self._channel.send(request, Deadline(PART_S, "a request"))
 
-    def chunk(self, length: int) -> memoryview:
+    def chunk(self, length: int, on_bytes: Callable[[int], None]) -> memoryview:
         """Return the next chunk that was requested; it is valid until the next call.
 
         Args:
             length: Bytes of the chunk, by the manifest.
+            on_bytes: Called with the number of bytes of each part that has arrived.
 
         Raises:
             Refused: The sender cannot read it.
@@ -175,19 +250,28 @@ class ReceivingStream:
         answer = self._answer()
         if answer.get("length") != length:
             raise ConnectionError(f"{self._source} sent a chunk of another length")
+        if len(self._buffer) < length:
+            self._buffer = memoryview(bytearray(length))
         data = self._buffer[:length]
         for part in _parts(data):
             self._limit.take(len(part))
             self._channel.receive_bytes([part], Deadline(PART_S, "a part of a chunk"))
-            self._on_bytes(len(part))
+            on_bytes(len(part))
+            self._measure(len(part))
         return data
 
     def close(self) -> None:
         """Close the connection."""
         self._channel.close()
 
+    def cut(self) -> None:
+        """Shut the connection down from another thread; the thread that uses it gets an error."""
+        self._channel.cut()
+
     def _answer(self) -> dict[str, Any]:
-        answer = self._channel.receive(Deadline(PART_S, "an answer"), _LONGEST_ANSWER)
+        answer = {"later": True}
+        while answer.get("later") is True:
+            answer = self._channel.receive(Deadline(PART_S, "an answer"), _LONGEST_ANSWER)
         if "error" in answer:
             raise Refused(f"{self._source}: {printable(str(answer['error']))}")
         return answer
@@ -198,16 +282,16 @@ def _parts(data: memoryview) -> list[memoryview]:
     return [data[start : start + FRAME_BYTES] for start in range(0, len(data), FRAME_BYTES)]
 
 
-def _document_of(manifest: VersionManifest) -> dict[str, Any]:
-    files = [
-        {"name": file.name, "size": file.size, "chunks": file.chunks} for file in manifest.files
-    ]
-    return {
-        "version": manifest.version,
-        "files": files,
-        "parent": manifest.parent,
-        "format": manifest.format,
-    }
+def _least_round_trip_s(connection: socket.socket) -> float:
+    """Return the least round trip that the kernel has measured on a TCP connection; 0.0: it has none."""
+    with contextlib.suppress(OSError):
+        size = _MIN_RTT_OFFSET + _MIN_RTT.size
+        information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+        if len(information) == size:
+            [microseconds] = _MIN_RTT.unpack_from(information, _MIN_RTT_OFFSET)
+            if microseconds < 2**32 - 1:
+                return microseconds / 1e6
+    return 0.0
 
 
 def _whole_number(request: dict[str, Any], key: str) -> int:

@@ -1,8 +1,11 @@
-"""Manifest of a version of the weights: its files, their sizes, and SHA-256 of each chunk of 8 MiB.
+"""Manifest of a version of the weights: its files, their sizes, and SHA-256 of each chunk.
 
 A version is a folder that never changes. The receiver checks each chunk as soon as it arrives, so the
 digests of the chunks prove the whole content. A delta has a parent: the version to which it must be
 applied.
+
+Chunks are small in small versions, because a host sends a chunk on only when it is complete. They are larger
+in large versions, whose manifests would become long otherwise.
 
 A manifest that came over a network is checked before anything is written: numbers and sizes have limits,
 and no name can lead out of the version's folder.
@@ -22,8 +25,11 @@ from typing import Any, NamedTuple
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 
-#: Bytes of a chunk, the unit of transfer. The last chunk of a file may be shorter.
-CHUNK_BYTES = 8 * 2**20
+#: Bytes of a chunk, the unit of transfer: a power of two from the first number to the second.
+LEAST_CHUNK_BYTES = 2**18
+MOST_CHUNK_BYTES = 8 * 2**20
+#: Chunks of a version up to which they do not grow: sending the last few of them on takes little of its time.
+_CHUNKS_BEFORE_GROWTH = 512
 #: Files of a version.
 MOST_FILES = 10_000
 #: Chunks of a version: 4 TB.
@@ -56,13 +62,8 @@ class VersionFile:
 
     def __post_init__(self) -> None:
         check_file_name(self.name)
-        if not 0 <= self.size <= MOST_CHUNKS * CHUNK_BYTES:
+        if not 0 <= self.size <= MOST_CHUNKS * MOST_CHUNK_BYTES:
             raise HolmesError(f"file {self.name!r} cannot have {self.size} bytes")
-        if len(self.chunks) != chunk_count(self.size):
-            raise HolmesError(
-                f"file {self.name!r} of {self.size} bytes has {chunk_count(self.size)} chunks,"
-                f" not {len(self.chunks)}"
-            )
         for digest in self.chunks:
             if not _DIGEST.fullmatch(digest):
                 raise HolmesError(f"file {self.name!r}: {digest!r:.80} is not a SHA-256")
@@ -75,6 +76,7 @@ class VersionManifest:
     version: int
     files: tuple[VersionFile, ...]
     parent: int | None = None  # version to which this delta is applied; None: a full version
+    chunk_bytes: int = LEAST_CHUNK_BYTES  # of each chunk but the last one of a file
     format: int = _FORMAT  # of this document
 
     def __post_init__(self) -> None:
@@ -88,8 +90,22 @@ class VersionManifest:
         if not 0 < len(self.files) <= MOST_FILES:
             raise HolmesError(f"a version has 1 to {MOST_FILES} files, not {len(self.files)}")
         if sum(len(file.chunks) for file in self.files) > MOST_CHUNKS:
-            raise HolmesError(f"a version has at most {MOST_CHUNKS * CHUNK_BYTES} bytes")
+            raise HolmesError(f"a version has at most {MOST_CHUNKS * MOST_CHUNK_BYTES} bytes")
         _check_paths([file.name for file in self.files])
+        self._check_chunk_counts()
+
+    def _check_chunk_counts(self) -> None:
+        """Raise HolmesError if the number of chunks of a file does not fit its size."""
+        is_power = self.chunk_bytes > 0 and self.chunk_bytes & (self.chunk_bytes - 1) == 0
+        if not is_power or not LEAST_CHUNK_BYTES <= self.chunk_bytes <= MOST_CHUNK_BYTES:
+            raise HolmesError(f"a chunk cannot have {self.chunk_bytes} bytes")
+        for file in self.files:
+            count = -(-file.size // self.chunk_bytes)
+            if len(file.chunks) != count:
+                raise HolmesError(
+                    f"file {file.name!r} of {file.size} bytes has {count} chunks,"
+                    f" not {len(file.chunks)}"
+                )
 
     @property
     def bytes(self) -> int:
@@ -102,8 +118,8 @@ class VersionManifest:
         found = []
         for index, file in enumerate(self.files):
             for number, digest in enumerate(file.chunks):
-                offset = number * CHUNK_BYTES
-                length = min(CHUNK_BYTES, file.size - offset)
+                offset = number * self.chunk_bytes
+                length = min(self.chunk_bytes, file.size - offset)
                 found.append(VersionChunk(index, offset, length, digest))
         return tuple(found)
 
@@ -112,9 +128,13 @@ class VersionManifest:
         """Return the SHA-256 of the manifest, which identifies the version's content."""
         return hashlib.sha256(self.text().encode()).hexdigest()
 
+    def document(self) -> dict[str, Any]:
+        """Return the manifest as a JSON document."""
+        return asdict(self)
+
     def text(self) -> str:
         """Return the manifest as JSON."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps(self.document(), separators=(",", ":"))
 
     @classmethod
     def of_document(cls, document: dict[str, Any], source: str) -> VersionManifest:
@@ -143,9 +163,12 @@ def check_parent(version: int, parent: int) -> None:
         raise HolmesError(f"version {version} cannot be a delta to {parent}; a parent is older")
 
 
-def chunk_count(size: int) -> int:
-    """Return the number of chunks of a file of `size` bytes."""
-    return -(-size // CHUNK_BYTES)
+def chunk_bytes_of(size: int) -> int:
+    """Return the bytes of each chunk of a version of `size` bytes."""
+    chunk_bytes = LEAST_CHUNK_BYTES
+    while size > chunk_bytes * _CHUNKS_BEFORE_GROWTH and chunk_bytes < MOST_CHUNK_BYTES:
+        chunk_bytes *= 2
+    return chunk_bytes
 
 
 def check_file_name(name: str) -> None:

@@ -18,15 +18,16 @@ from typing import NamedTuple
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.identity.run_folder import RunFolder
 from holmes_ext.weights.manifest import (
-    CHUNK_BYTES,
     MOST_FILES,
     VersionFile,
     VersionManifest,
     check_file_name,
     check_parent,
     check_version,
+    chunk_bytes_of,
 )
-from holmes_ext.weights.store import VersionStore, sync_folder
+from holmes_ext.weights.staging import sync_folder
+from holmes_ext.weights.store import VersionStore
 from holmes_ext.words import why
 
 #: Variable with the folder for published versions.
@@ -164,15 +165,16 @@ def _copy(
     partial = store.publishing(version)
     try:
         files = []
+        chunk_bytes = chunk_bytes_of(sum(stamp.size for stamp in stamps.values()))
         for name, stamp in stamps.items():
-            files.append(_copy_file(folder, name, stamp, partial))
+            files.append(_copy_file(folder, name, stamp, partial, chunk_bytes))
         if _stamps_of(folder) != stamps:
             raise _changed(folder)
         for path in partial.rglob("*"):
             if path.is_dir():
                 sync_folder(path)
         sync_folder(partial)
-        manifest = VersionManifest(version=version, files=tuple(files), parent=parent)
+        manifest = VersionManifest(version, tuple(files), parent, chunk_bytes)
         store.appear(manifest, partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -180,8 +182,17 @@ def _copy(
     return manifest
 
 
-def _copy_file(folder: Path, name: str, stamp: _Stamp, target_folder: Path) -> VersionFile:
+def _copy_file(
+    folder: Path, name: str, stamp: _Stamp, target_folder: Path, chunk_bytes: int
+) -> VersionFile:
     """Copy a file, and return its entry of the manifest.
+
+    Args:
+        folder: Folder of the file.
+        name: Its name, relative to the folder.
+        stamp: What the file was before.
+        target_folder: Folder of the copy.
+        chunk_bytes: Bytes of each chunk of the version.
 
     Raises:
         HolmesError: The file is not as `stamp` says any more.
@@ -196,7 +207,7 @@ def _copy_file(folder: Path, name: str, stamp: _Stamp, target_folder: Path) -> V
     digests = []
     size = 0
     with open(descriptor, "rb", buffering=0) as source, open(target, "xb", buffering=0) as copy:
-        while chunk := source.read(CHUNK_BYTES):
+        while chunk := source.read(chunk_bytes):
             digests.append(hashlib.sha256(chunk).hexdigest())
             size += len(chunk)
             _write_all(copy.fileno(), chunk)

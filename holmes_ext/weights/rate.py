@@ -1,14 +1,31 @@
-"""Limit on the rate of several connections together."""
+"""Keeps weights below training's own traffic: a limit on their rate, pauses, and a mark on their packets.
+
+limit    HOLMES_WEIGHTS_RATE, shared by all streams of a process
+pause    nothing is sent while joined jobs exchange a round, but at most half of the time, and PAUSE_S
+         at a stretch: jobs that always exchange do not stop the weights
+mark     DSCP CS1 ("lower effort") for routers, and the lowest band of the host's own queue. A network
+         that ignores DSCP shares its rate between weights and training as between any two streams
+"""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
+from collections.abc import Callable
 
-#: Seconds of traffic that may pass at once after a pause.
-_BURST_S = 0.05
+#: Longest pause, in seconds. Receivers take a stream that is silent for longer for a broken one.
+PAUSE_S = 10.0
 #: Least limit, in bits/s: slower streams would be taken for broken ones.
 LEAST_BITS_PER_S = 8_000_000
+#: Seconds of traffic that may pass at once after a pause.
+_BURST_S = 0.05
+#: Seconds between two looks for the end of a round.
+_LOOK_S = 0.005
+#: DSCP CS1 in the byte of the IP header (RFC 4594), and the priority TC_PRIO_BULK of the host's queues.
+_CS1 = 0x20
+_BULK = 2
 
 
 class RateLimit:
@@ -16,15 +33,26 @@ class RateLimit:
 
     Args:
         bits_per_second: The limit; 0: none.
+        is_training_sending: Returns whether training exchanges data now, which goes first.
     """
 
-    def __init__(self, bits_per_second: float = 0.0):
+    def __init__(
+        self,
+        bits_per_second: float = 0.0,
+        is_training_sending: Callable[[], bool] = lambda: False,
+    ):
         self._bytes_per_second = bits_per_second / 8
+        self._is_training_sending = is_training_sending
         self._lock = threading.Lock()
         self._free_at = 0.0  # time at which all bytes that were taken are through
+        self._looked_at = time.monotonic()
+        self._is_paused = False
+        self._pause_left_s = PAUSE_S  # grows while there is no pause
 
     def take(self, count: int) -> None:
         """Wait until `count` more bytes may pass."""
+        while self._must_pause():
+            time.sleep(_LOOK_S)
         if not self._bytes_per_second:
             return
         with self._lock:
@@ -33,3 +61,29 @@ class RateLimit:
             wait_s = self._free_at - now
         if wait_s > 0:
             time.sleep(wait_s)
+
+    def _must_pause(self) -> bool:
+        is_sending = self._is_training_sending()
+        with self._lock:
+            now = time.monotonic()
+            elapsed_s = now - self._looked_at
+            self._looked_at = now
+            if self._is_paused:
+                self._pause_left_s -= elapsed_s
+            else:
+                self._pause_left_s = min(PAUSE_S, self._pause_left_s + elapsed_s)
+            self._is_paused = is_sending and self._pause_left_s > 0
+            return self._is_paused
+
+
+def mark_background(connection: socket.socket) -> None:
+    """Mark the packets of a connection as less urgent than all others, as far as the system allows it."""
+    with contextlib.suppress(OSError):
+        if connection.family == socket.AF_INET6:
+            connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _CS1)
+        # Of an IPv6 socket, this is for IPv4 addresses that are mapped into IPv6.
+        connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _CS1)
+    with contextlib.suppress(OSError):
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK
+        )  # after IP_TOS, which sets it

@@ -2,6 +2,7 @@
 
     main thread      reports to the service, and commits the version that it names
     transfer thread  pulls missing versions, oldest first, from the service or from a host of the same site
+    streams          opened before they are needed, and kept (streams.py)
     listener         sends versions to other hosts of the same site, also while they arrive
 
 A broken connection is opened again. A transfer that breaks goes on with the chunks that are missing, also
@@ -15,9 +16,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 from holmes_ext.errors import HolmesError
@@ -33,22 +33,25 @@ from holmes_ext.join.sockets.handshake import (
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import Guest, Listener, address_text, split_address
 from holmes_ext.weights.exchange import PURPOSE, ReceivingStream, SendingStream
-from holmes_ext.weights.fetch import STALL_S, DiskError, VersionFetch, WrongDigest
+from holmes_ext.weights.fetch import STALL_S, DiskError, QuietSource, VersionFetch, WrongDigest
 from holmes_ext.weights.manifest import VersionManifest
 from holmes_ext.weights.rate import RateLimit
 from holmes_ext.weights.sites import HostReport
-from holmes_ext.weights.store import StagedVersion, VersionStore
+from holmes_ext.weights.staging import ArrivingVersions, StagedVersion
+from holmes_ext.weights.store import VersionStore
+from holmes_ext.weights.streams import StreamPool
 from holmes_ext.words import why
 
 #: Seconds between two attempts to reach the service.
 _RETRY_S = 0.5
-#: Longest wait of a report for news, in seconds: while a version is pulled, and otherwise.
-_BUSY_WAIT_S = 0.1
-_IDLE_WAIT_S = 2.0
+#: Longest wait of a report for news, in seconds, while no version is pulled.
+_NEWS_S = 2.0
+#: Seconds between two reports while a version is pulled.
+_BUSY_S = 0.5
 #: Seconds without a byte after which a host of the same site is given up if its connections break.
 _SITE_STALL_S = 2.0
-#: Refused transfers after which a host of the same site is given up.
-_MOST_REFUSALS = 20
+#: Transfers after which a host of the same site is given up that does not get the version itself.
+_MOST_REFUSALS = 3
 #: Connections from other hosts of the site at a time.
 _MOST_GUESTS = 256
 
@@ -71,7 +74,8 @@ class VersionTransfer:
 
     staged: StagedVersion
     is_over_wan: bool
-    written_bytes: int = 0  # of the version, with those of earlier tries
+    missing_bytes: int  # when the transfer began
+    written_bytes: int  # of the version, with those of earlier tries
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -113,12 +117,14 @@ class WeightsReceiver:
         self._listener = Listener(
             listening, self._serve_guest, "holmes-weights", admitted=_MOST_GUESTS
         )
+        self._pool = StreamPool(self._dial, settings.streams)
+        self._arriving = ArrivingVersions()
         self._channel: Channel | None = None  # to the service, for reports
         self._seen = ""  # token of the answer that was received last
         self._unreachable: tuple[str, ...] = ()
         self._refusals: Counter[str] = (
             Counter()
-        )  # HOST:PORT of a host of the site -> refused transfers
+        )  # HOST:PORT of a host of the site -> transfers in which it sent nothing
         self._received = 0
         self._received_wan = 0
         self.transfer: VersionTransfer | None = None  # shown by the progress line
@@ -140,6 +146,8 @@ class WeightsReceiver:
                 reply = self._report()
                 if reply is not None and self._follow(reply):
                     return
+                if self._pulling is not None:
+                    self._pulling.join(_BUSY_S)  # its end is reported at once
         finally:
             self.close()
 
@@ -147,6 +155,7 @@ class WeightsReceiver:
         """End run(), and all connections."""
         self._ended.set()
         self._listener.close()
+        self._pool.close()
         self._disconnect()
 
     def _report(self) -> dict[str, Any] | None:
@@ -156,13 +165,12 @@ class WeightsReceiver:
                 self._channel = self._call_service()
                 self._seen = ""
                 self._unreachable = ()
-            stream = ReceivingStream(self._channel, "the service", self._limit, lambda count: None)
-            is_idle = self._pulling is None or not self._pulling.is_alive()
+            stream = ReceivingStream(self._channel, "the service", RateLimit())
             request = {
                 "op": "report",
                 "report": asdict(self._own_report(self._channel)),
                 "seen": self._seen,
-                "wait": _IDLE_WAIT_S if is_idle else _BUSY_WAIT_S,
+                "wait": 0.0 if self._is_pulling() else _NEWS_S,
             }
             reply = stream.ask(request)
             self._seen = str(reply.get("token"))
@@ -198,7 +206,9 @@ class WeightsReceiver:
         versions = [version for version in reply["versions"] if isinstance(version, int)]
         commit = reply.get("commit")
         self._commit(commit)
-        self._start_pulling(reply.get("source"), versions)
+        source = reply.get("source")
+        if isinstance(source, dict) and not self._is_pulling():
+            self._use_source(source, versions, reply.get("manifests"))
         if not self._settings.is_once or self._is_pulling():
             return False
         is_complete = all(map(self._store.has, versions))
@@ -221,63 +231,64 @@ class WeightsReceiver:
     def _is_pulling(self) -> bool:
         return self._pulling is not None and self._pulling.is_alive()
 
-    def _start_pulling(self, source: object, versions: list[int]) -> None:
-        """Start the transfer thread if the service names a source, and it does not run."""
-        if not isinstance(source, dict) or self._is_pulling():
-            return
-        address = str(source.get("address"))
-        missing = [version for version in versions if not self._store.has(version)]
-        if missing:
-            # The thread pulls all of them from the service, but only one from another host: by then, that
-            # host may not have the next one.
-            wanted = missing if not address else missing[:1]
-            manifests = {} if address else self._manifests(wanted)
-            self._pulling = threading.Thread(
-                target=self._pull,
-                args=(address, wanted, versions, manifests),
-                name="holmes-weights-pull",
-                daemon=True,
-            )
-            self._pulling.start()
+    def _use_source(self, source: dict[str, Any], required: list[int], documents: object) -> None:
+        """Pull the missing versions from a source in the transfer thread, or open streams for the next one.
 
-    def _manifests(self, versions: list[int]) -> dict[int, VersionManifest]:
-        """Return the manifests of versions from the service, over the open connection for reports.
-
-        It takes one round trip each. Those that cannot be got are left out: the transfer thread tries again.
+        Args:
+            source: Address of the source, and the versions to pull from it; see Source.
+            required: What this host should have.
+            documents: Manifests of some of these versions, from the service.
         """
+        address = str(source.get("address"))
+        named = source.get("versions")
+        missing = [
+            version
+            for version in (named if isinstance(named, list) else ())
+            if isinstance(version, int) and not self._store.has(version)
+        ]
+        if not missing:
+            self._pool.open_ahead(address)
+            return
         manifests: dict[int, VersionManifest] = {}
-        if self._channel is None:
-            return manifests
-        stream = ReceivingStream(self._channel, "the service", RateLimit(), lambda count: None)
-        try:
-            for version in versions:
-                manifests[version] = stream.manifest(version)
-        except OSError:
-            self._disconnect()
-        except Refused:
-            pass  # the version was removed meanwhile
-        return manifests
+        for document in documents if isinstance(documents, list) else ():
+            manifest = VersionManifest.of_document(document, "the service: a version")
+            manifests[manifest.version] = manifest
+        self._pulling = threading.Thread(
+            target=self._pull,
+            args=(address, missing, required, manifests),
+            name="holmes-weights-pull",
+            daemon=True,
+        )
+        self._pulling.start()
 
     def _pull(
         self,
         address: str,
         missing: list[int],
         required: list[int],
-        manifests: Mapping[int, VersionManifest],
+        manifests: dict[int, VersionManifest],
     ) -> None:
         """Pull versions from a source, in the transfer thread.
 
         Args:
             address: HOST:PORT of a host of the site; "": the service.
-            missing: The versions.
+            missing: The versions, oldest first.
             required: Versions that must not be removed from the folder.
-            manifests: Manifests of versions that are here already.
+            manifests: Manifests that are known already.
         """
         try:
-            for version in missing:
-                manifest = manifests.get(version) or self._manifest_from(address, version)
-                self._pull_version(address, manifest)
-                self._store.remove_old(self._settings.keep, protected=required)
+            staged = self._stage(
+                [
+                    manifests.get(version) or self._manifest_from(address, version)
+                    for version in missing
+                ]
+            )
+            try:
+                self._pull_staged(address, staged, required)
+            finally:
+                for version in staged:
+                    version.close()
+                    self._arriving.remove(version)
         except DiskError as error:
             self._error = error
         except (OSError, HolmesError) as error:
@@ -287,9 +298,9 @@ class WeightsReceiver:
 
     def _give_up(self, address: str, error: Exception) -> None:
         """Handle a failed transfer: use another source, or end this process if that cannot help."""
-        is_refused = isinstance(error, Refused)
+        is_refused = isinstance(error, Refused | QuietSource)
         self._refusals[address] += is_refused
-        # A host refuses a chunk that has not arrived there in time: it is tried again.
+        # A host refuses a version that has not arrived there in time: it is tried again.
         if address and is_refused and self._refusals[address] < _MOST_REFUSALS:
             pass
         elif address:
@@ -301,63 +312,93 @@ class WeightsReceiver:
         self._ended.wait(_RETRY_S)
 
     def _manifest_from(self, address: str, version: int) -> VersionManifest:
-        """Return the manifest of a version from a source, over a new connection."""
-        stream = self._dial(address, lambda count: None)
+        """Return the manifest of a version from a source."""
+        stream = self._pool.take(address)
         try:
-            return stream.manifest(version)
-        finally:
+            manifest = stream.manifest(version)
+        except BaseException:
             stream.close()
+            raise
+        self._pool.give_back(address, stream)
+        return manifest
 
-    def _pull_version(self, address: str, manifest: VersionManifest) -> None:
-        """Pull a version from a source, and let it appear in the folder.
+    def _stage(self, manifests: Sequence[VersionManifest]) -> list[StagedVersion]:
+        """Return the staging folders of versions.
+
+        Raises:
+            DiskError: There is too little space, for example. Then no empty folder stays.
+        """
+        staged: list[StagedVersion] = []
+        try:
+            for manifest in manifests:
+                staged.append(self._store.stage(manifest))
+        except (OSError, HolmesError) as error:
+            for version in staged:
+                is_empty = version.missing_bytes == version.manifest.bytes
+                version.close()
+                if is_empty:
+                    version.drop()
+            if isinstance(error, OSError):
+                raise _disk_error(self._store, error) from None
+            raise DiskError(str(error)) from None
+        return staged
+
+    def _pull_staged(
+        self, address: str, staged: Sequence[StagedVersion], required: list[int]
+    ) -> None:
+        """Pull versions from a source, and let each appear in the folder as soon as it is complete.
 
         Raises:
             OSError: The source cannot be reached.
-            HolmesError: See VersionFetch.run().
+            HolmesError: See VersionFetch.wait_for().
         """
-        is_over_wan = not address
-        staged = self._stage(manifest)
+        transfers: dict[StagedVersion, VersionTransfer] = {}
+        for version in staged:
+            self._arriving.add(version)
+            missing_bytes = version.missing_bytes
+            written_bytes = version.manifest.bytes - missing_bytes
+            transfers[version] = VersionTransfer(version, not address, missing_bytes, written_bytes)
+        fetch = VersionFetch(
+            staged,
+            self._pool,
+            address,
+            self._settings.streams,
+            lambda version, count: self._count(transfers[version], count),
+            stall_s=_SITE_STALL_S if address else STALL_S,
+        )
+        fetch.start()
         try:
-            missing_bytes = sum(manifest.chunks[index].length for index in staged.missing)
-            transfer = VersionTransfer(staged, is_over_wan, manifest.bytes - missing_bytes)
-            self.transfer = transfer
-            count = partial(self._count, transfer)
-            fetch = VersionFetch(
-                staged,
-                partial(self._dial, address),
-                self._settings.streams,
-                count,
-                stall_s=STALL_S if is_over_wan else _SITE_STALL_S,
-            )
-            fetch.run()
+            for transfer in transfers.values():
+                self.transfer = transfer
+                transfer.started = time.monotonic()
+                fetch.wait_for(transfer.staged)
+                self._finish(transfer, address)
+                self._store.remove_old(self._settings.keep, protected=required)
         except WrongDigest:
-            staged.drop()
+            fetch.stop()
+            for version in staged:
+                version.drop()
             raise
-        except BaseException:
-            staged.close()
-            raise
+        finally:
+            fetch.stop()
+
+    def _finish(self, transfer: VersionTransfer, address: str) -> None:
+        """Let a version appear in the folder whose chunks are all written."""
         try:
-            staged.finish()
+            transfer.staged.finish()
         except OSError as error:
             raise _disk_error(self._store, error) from None
+        self._arriving.remove(transfer.staged)
         self._tell(
             {
                 "event": "staged",
-                "version": manifest.version,
-                "bytes": manifest.bytes,
-                "pulled_bytes": missing_bytes,
+                "version": transfer.manifest.version,
+                "bytes": transfer.manifest.bytes,
+                "pulled_bytes": transfer.missing_bytes,
                 "seconds": round(time.monotonic() - transfer.started, 3),
                 "source": address or "service",
             }
         )
-
-    def _stage(self, manifest: VersionManifest) -> StagedVersion:
-        try:
-            return self._store.stage(manifest)
-        except OSError as error:
-            raise _disk_error(self._store, error) from None
-        except HolmesError as error:
-            raise DiskError(str(error)) from None
 
     def _count(self, transfer: VersionTransfer, count: int) -> None:
         transfer.written_bytes += count
@@ -365,19 +406,14 @@ class WeightsReceiver:
         if transfer.is_over_wan:
             self._received_wan += count
 
-    def _dial(self, address: str, on_bytes: Callable[[int], None]) -> ReceivingStream:
-        """Open a stream to a source.
-
-        Args:
-            address: HOST:PORT of a host of the site; "": the service.
-            on_bytes: Called with the number of bytes of each part that arrives.
-        """
+    def _dial(self, address: str) -> ReceivingStream:
+        """Open a stream to HOST:PORT of a host of the site; "": to the service."""
         if not address:
-            return ReceivingStream(self._call_service(), "the service", self._limit, on_bytes)
+            return ReceivingStream(self._call_service(), "the service", self._limit)
         host, port = split_address(address)
         deadline = Deadline(HANDSHAKE_S, f"calling {address}")
         channel = call(host, port, self._place.credentials, self._site, self._purpose(), deadline)
-        return ReceivingStream(channel, address, RateLimit(), on_bytes)
+        return ReceivingStream(channel, address, RateLimit())
 
     def _call_service(self) -> Channel:
         return self._place.call(self._purpose(), Deadline(HANDSHAKE_S, "the service's handshake"))
@@ -389,10 +425,6 @@ class WeightsReceiver:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-
-    def _arriving(self) -> StagedVersion | None:
-        transfer = self.transfer
-        return None if transfer is None else transfer.staged
 
     def _serve_guest(self, guest: Guest) -> None:
         """Send versions to another host of the same site, in the thread of its connection."""

@@ -3,10 +3,12 @@
 A receiving host keeps one connection for reports, and opens others for chunks while it pulls (exchange.py):
 
     {"op": "report", "report": {...}, "seen": TOKEN, "wait": SECONDS}
-        -> {"token": TOKEN, "versions": [...], "commit": N or null, "source": {"address": ...} or null}
+        -> {"token": TOKEN, "versions": [...], "commit": N or null, "source":
+            {"address": ..., "versions": [...]}, "manifests": [...]}
 
-The answer comes as soon as it differs from the one that the host has seen, or after `wait` seconds. So a new
-version reaches all sites one way's time after it was published.
+The answer comes as soon as it differs from the one that the host has seen, or after `wait` seconds. So the
+news of a version reach all sites one way's time after it was published, with the manifests of the versions
+that the host should pull from the service.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.units import parse_rate
 from holmes_ext.weights.exchange import PURPOSE, SendingStream
+from holmes_ext.weights.manifest import VersionManifest
 from holmes_ext.weights.monitor import Monitor, monitored
 from holmes_ext.weights.origin import origin_of
 from holmes_ext.weights.publishing import store_of_run
@@ -40,10 +43,14 @@ if TYPE_CHECKING:
 RATE_VARIABLE = "HOLMES_WEIGHTS_RATE"
 #: Longest wait of a report for news, in seconds.
 _MOST_WAIT_S = 5.0
-#: Seconds between two looks at the store, to which `holmes weights publish` writes.
-_LOOK_S = 0.1
+#: Seconds between two looks at the store, to which `holmes weights publish` writes: at the times of its
+#: folders, and at their content.
+_LOOK_S = 0.01
+_WHOLE_LOOK_S = 0.5
+#: Chunks of all versions whose manifests come with an answer. The host requests longer ones.
+_MOST_TOLD_CHUNKS = 10_000
 #: Seconds after the start in which hosts of an earlier service may come back before a version is committed.
-_GRACE_S = 5.0
+_GRACE_S = 3.0
 #: Connections of one site at a time.
 _MOST_OF_SITE = 256
 
@@ -51,8 +58,9 @@ _MOST_OF_SITE = 256
 @contextlib.contextmanager
 def serve_weights(server: CoordinatorServer) -> Iterator[None]:
     """Answer connections for weights while the coordinator runs."""
+    limit = RateLimit(_bits_per_second(os.environ.get), lambda: server.is_exchanging)
     store = store_of_run(os.environ, server.port)
-    service = WeightsService(store, rate_limit(os.environ.get))
+    service = WeightsService(store, limit)
     monitor = Monitor(service.status, service.published_at, origin_of(store))
     server.handlers[PURPOSE] = service.answer
     server.sections[PURPOSE] = monitor.status
@@ -66,8 +74,8 @@ def serve_weights(server: CoordinatorServer) -> Iterator[None]:
         thread.join()
 
 
-def rate_limit(value_of: Any) -> RateLimit:
-    """Return the limit in HOLMES_WEIGHTS_RATE.
+def _bits_per_second(value_of: Callable[[str], str | None]) -> float:
+    """Return the limit in HOLMES_WEIGHTS_RATE in bits/s; 0: there is none.
 
     Args:
         value_of: Returns the value of a variable, or None.
@@ -76,7 +84,7 @@ def rate_limit(value_of: Any) -> RateLimit:
         HolmesError: It is no rate, or too low.
     """
     text = value_of(RATE_VARIABLE)
-    return RateLimit(checked_rate(text, RATE_VARIABLE)) if text else RateLimit()
+    return checked_rate(text, RATE_VARIABLE) if text else 0.0
 
 
 def checked_rate(text: str, where: str) -> int:
@@ -105,13 +113,18 @@ class WeightsService:
         self._changed = threading.Condition()  # also the lock of the fields below
         self._connections: Counter[str] = Counter()  # site -> open connections
         self._sent: Counter[str] = Counter()  # site -> bytes of chunks
+        self._reporting: dict[
+            str, Channel
+        ] = {}  # id of a host -> its latest connection for reports
         self._ended = threading.Event()
         self._versions: list[int] = []
         self._required: list[int] = []  # versions that each host should have, oldest first
         self._commit_after = time.monotonic() + _GRACE_S
         if store.wanted == store.current:
             self._commit_after = 0.0
+        self._is_reported = False  # hosts have reported news since the last look
         self._problem = ""  # of the store, which was printed
+        self._manifests: dict[int, VersionManifest] = {}  # of the versions that were told to hosts
         self._look()
 
     def close(self) -> None:
@@ -122,16 +135,27 @@ class WeightsService:
 
     def watch(self) -> None:
         """Look at the store for new versions until close() is called."""
+        stamp: tuple[int, ...] = ()
+        looked = 0.0
         while not self._ended.wait(_LOOK_S):
+            with contextlib.suppress(OSError):  # _look() prints it
+                before, stamp = stamp, self._store.stamp()
+                is_changed = stamp != before or self._is_reported
+                if not is_changed and time.monotonic() - looked < _WHOLE_LOOK_S:
+                    continue
+            looked = time.monotonic()
             self._look()
 
     def _look(self) -> None:
         """Read what the store has, forget silent hosts, and commit a version if all sites have it."""
         with self._changed:
+            self._is_reported = False
             try:
                 versions = self._store.versions()
                 if versions != self._versions:
                     self._versions = versions
+                    for version in self._manifests.keys() - set(versions):
+                        del self._manifests[version]
                     self._changed.notify_all()
                 self._required = self._chains()
                 self._sites.forget_silent(time.monotonic())
@@ -183,19 +207,20 @@ class WeightsService:
         if is_full:
             stream.reply({"error": f"site {site} has too many connections"})
             return
-        reports = False
         try:
             while not self._ended.is_set():
                 request = stream.next_request()
                 if request.get("op") == "report":
-                    reports = True
+                    with self._changed:
+                        self._reporting[host_id] = channel
                     stream.reply(self._report_reply(site, host_id, request))
                 else:
                     stream.answer(request)
         finally:
             with self._changed:
                 self._connections[site] -= 1
-                if reports:
+                if self._reporting.get(host_id) is channel:
+                    del self._reporting[host_id]
                     self._sites.gone(host_id)
                 self._changed.notify_all()
 
@@ -216,24 +241,50 @@ class WeightsService:
         wait_s = min(float(wait), _MOST_WAIT_S) if isinstance(wait, (int, float)) else 0.0
         end = time.monotonic() + wait_s
         with self._changed:
-            self._sites.report(host_id, site, report, time.monotonic())
-            self._changed.notify_all()  # other hosts of the site may pull from this one
+            if self._sites.report(host_id, site, report, time.monotonic()):
+                self._is_reported = True
+                self._changed.notify_all()  # other hosts of the site may pull from this one
             while True:
                 reply = self._reply_to(host_id)
                 left_s = end - time.monotonic()
-                if reply["token"] != request.get("seen") or left_s <= 0 or self._ended.is_set():
+                is_new = reply["token"] != request.get("seen")
+                if is_new:
+                    reply["manifests"] = self._manifests_for(reply)
+                if is_new or left_s <= 0 or self._ended.is_set():
                     return reply
                 self._changed.wait(left_s)
 
     def _reply_to(self, host_id: str) -> dict[str, Any]:
         """Return what a host should do now. The caller holds the lock."""
+        current = self._store.current
         source = self._sites.source(host_id, self._required)
-        reply = {
+        return {
             "versions": self._required,
-            "commit": self._store.current,
-            "source": None if source is None else asdict(source),
+            "commit": current,
+            "source": asdict(source),
+            "token": f"{self._required} {current} {source}",
         }
-        return {**reply, "token": repr(sorted(reply.items(), key=lambda item: item[0]))}
+
+    def _manifests_for(self, reply: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the manifests of the versions that a host should pull from the service.
+
+        Long ones are left out: the host requests them. The caller holds the lock.
+        """
+        documents: list[dict[str, Any]] = []
+        if reply["source"]["address"]:
+            return documents  # it gets them from the host that it pulls from
+        left = _MOST_TOLD_CHUNKS
+        for version in reply["source"]["versions"]:
+            try:
+                manifest = self._manifests.get(version) or self._store.manifest(version)
+            except HolmesError:
+                break  # it was removed meanwhile
+            self._manifests[version] = manifest
+            left -= len(manifest.chunks)
+            if left < 0:
+                break
+            documents.append(manifest.document())
+        return documents
 
     def published_at(self, version: int) -> float | None:
         """Return when a version was published, in seconds since 1970; None: it was removed."""

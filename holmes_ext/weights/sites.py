@@ -1,14 +1,15 @@
 """Rules of the service of weights: which host pulls over the WAN, and when all sites switch. Pure values.
 
-source    the first host of a site (by its arrival) pulls from `holmes join serve`. The other hosts pull
-          from it while it receives, or from any host of the site that has the version. So each version
-          crosses the WAN once
+source    the first host of a site (by its arrival) pulls from `holmes join serve`. Each other host pulls
+          from the one that arrived before it, while that one receives, or from any host of the site that
+          has the version. So each version crosses the WAN once, and each host sends it on once
 commit    a version is committed when all hosts that use the current version have staged it. A host that
           lags behind, such as a new one, does not delay the others
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,7 @@ class HostReport:
     staged: tuple[int, ...]  # complete versions
     current: int | None  # committed version
     unreachable: tuple[str, ...] = ()  # addresses of other hosts that did not answer
-    received: int = 0  # bytes from other processes since its start
+    received: int = 0  # bytes of chunks from other processes since its start
     received_wan: int = 0  # part of them that came over the WAN, from the service
     version: int | None = None  # that it receives now
     version_bytes: int = 0  # of that version: bytes that are written
@@ -53,6 +54,7 @@ class Source:
     """Process from which a host pulls its missing versions."""
 
     address: str  # HOST:PORT of a host of the same site; "": the service, over the WAN
+    versions: tuple[int, ...] = ()  # missing versions to pull from it now, oldest first
 
 
 @dataclass
@@ -72,15 +74,22 @@ class Sites:
     """Receiving hosts of all sites. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._hosts: dict[
-            str, SiteHost
-        ] = {}  # id of a host's process -> the host, in order of arrival
+        # Id of a host's process -> the host, in order of arrival.
+        self._hosts: dict[str, SiteHost] = {}
 
-    def report(self, host_id: str, site: str, report: HostReport, now: float) -> None:
-        """Take in the report of a host."""
-        self._hosts[host_id] = SiteHost(
-            site, report, now
-        )  # a known host keeps its place in the order
+    def report(self, host_id: str, site: str, report: HostReport, now: float) -> bool:
+        """Take in the report of a host; return whether it may change what other hosts should do."""
+        before = self._hosts.get(host_id)
+        # A known host keeps its place in the order.
+        self._hosts[host_id] = SiteHost(site, report, now)
+        if before is None:
+            return True
+        earlier = before.report
+        return (earlier.address, earlier.staged, earlier.current) != (
+            report.address,
+            report.staged,
+            report.current,
+        )
 
     def gone(self, host_id: str) -> None:
         """Forget a host whose connection has ended."""
@@ -92,37 +101,30 @@ class Sites:
             if now - host.heard > SILENCE_S:
                 del self._hosts[host_id]
 
-    def source(self, host_id: str, versions: Iterable[int]) -> Source | None:
-        """Return where a host gets its next missing version.
+    def source(self, host_id: str, versions: Iterable[int]) -> Source:
+        """Return where a host gets its next missing version, or will get the next one.
 
         Args:
             host_id: The host.
             versions: What the host should have, oldest first.
-
-        Returns:
-            None if the host has all versions, or has to wait until another host of its site has the next one.
         """
         host = self._hosts[host_id]
-        missing = [version for version in versions if version not in host.staged]
-        if not missing:
-            return None
-        reachable = [
-            other
-            for other_id, other in self._hosts.items()
-            if other_id != host_id and other.site == host.site and self._is_reachable(host, other)
-        ]
-        for other in reachable:
-            if missing[0] in other.staged:
-                return Source(other.report.address)
-        first_id = next(
-            other_id for other_id, other in self._hosts.items() if other.site == host.site
-        )
-        # A host that cannot reach the first one pulls over the WAN itself.
-        first = self._hosts[first_id]
-        if first_id == host_id or first not in reachable:
-            return Source("")
-        # The first host sends chunks on as they arrive. Only it does, so hosts cannot wait for each other.
-        return Source(first.report.address) if first.report.version == missing[0] else None
+        missing = tuple(version for version in versions if version not in host.staged)
+        predecessor: SiteHost | None = None
+        has_passed = False
+        for other_id, other in self._hosts.items():
+            if other_id == host_id:
+                has_passed = True
+            elif other.site == host.site and self._is_reachable(host, other):
+                if missing and missing[0] in other.staged:
+                    # A host that arrived later may wait for this one with the versions that it lacks.
+                    ready = missing if not has_passed else _first_of(missing, other.staged)
+                    return Source(other.report.address, ready)
+                if not has_passed:
+                    predecessor = other
+        # Only hosts that arrived earlier are sources of what they do not have yet. So hosts cannot wait for
+        # each other. A host that reaches none of them pulls over the WAN itself.
+        return Source("" if predecessor is None else predecessor.report.address, missing)
 
     def _is_reachable(self, host: SiteHost, other: SiteHost) -> bool:
         address = other.report.address
@@ -159,3 +161,8 @@ class Sites:
             }
             for host in sorted(self._hosts.values(), key=lambda one: (one.site, one.report.host))
         ]
+
+
+def _first_of(missing: tuple[int, ...], staged: frozenset[int]) -> tuple[int, ...]:
+    """Return the missing versions up to the first one that is not staged."""
+    return tuple(itertools.takewhile(staged.__contains__, missing))

@@ -15,30 +15,25 @@ never sees a part of a version, also after a crash. `current` is replaced by ren
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
-import hashlib
 import os
 import secrets
 import shutil
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from holmes_ext.document import load_json
 from holmes_ext.errors import HolmesError
 from holmes_ext.files import write_whole
 from holmes_ext.weights.manifest import VersionManifest
+from holmes_ext.weights.staging import StagedVersion, sync_folder
 from holmes_ext.words import why
 
 _PRIVATE = ".holmes"
 _CURRENT = "current"
 _DAMAGED = "remove the version's folder and this file"
-#: Entry of the file `done` for a chunk that was written.
-_WRITTEN = b"\x01"
 #: Digits of the number of a version.
 _DIGITS = 12
-_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class MissingVersion(HolmesError):
@@ -57,6 +52,8 @@ class VersionStore:
         self._private = path / _PRIVATE
         self._manifests = self._private / "manifests"
         self._commit_file = self._private / "commit"
+        # Version, and inode and time of its manifest -> the parent, so that chains are read once.
+        self._parents: dict[tuple[int, int, int], int | None] = {}
 
     def make(self) -> None:
         """Make the folder unless it exists.
@@ -129,11 +126,23 @@ class VersionStore:
             MissingVersion: One of these versions is missing.
         """
         found = [version]
-        parent = self.manifest(version).parent
+        parent = self._parent_of(version)
         while parent is not None:
             found.append(parent)
-            parent = self.manifest(parent).parent
+            parent = self._parent_of(parent)
         return found[::-1]
+
+    def _parent_of(self, version: int) -> int | None:
+        """Return the version to which a complete version is a delta; None: it is a full version."""
+        try:
+            self.folder(version).stat()
+            state = self._manifest_file(version).stat()
+        except FileNotFoundError:
+            raise MissingVersion(f"{self.path}: there is no version {version}") from None
+        key = (version, state.st_ino, state.st_mtime_ns)
+        if key not in self._parents:
+            self._parents[key] = self.manifest(version).parent
+        return self._parents[key]
 
     @property
     def current(self) -> int | None:
@@ -186,7 +195,12 @@ class VersionStore:
         final = self.folder(manifest.version)
         if os.path.lexists(final):
             raise HolmesError(f"{final}: exists already; a version never changes")
-        return StagedVersion(self, manifest, self._private / "staging" / str(manifest.version))
+        folder = self._private / "staging" / str(manifest.version)
+        return StagedVersion(manifest, folder, appear=self.appear)
+
+    def stamp(self) -> tuple[int, ...]:
+        """Return times that change as soon as a version appears, is removed, committed or wanted."""
+        return tuple(os.stat(path).st_mtime_ns for path in (self.path, self._private))
 
     def publishing(self, version: int) -> Path:
         """Return a new empty folder in which the publisher collects the files of a version."""
@@ -209,19 +223,20 @@ class VersionStore:
         os.rename(files, self.folder(manifest.version))
         sync_folder(self.path)
 
-    def remove_old(self, keep: int, protected: Iterable[int] = ()) -> list[int]:
+    def remove_old(self, keep: int, protected: Collection[int] = ()) -> list[int]:
         """Remove all versions but the newest ones, and return the numbers of the removed ones.
 
         The current version stays, too, and all versions to which a version that stays is a delta.
 
         Args:
             keep: How many of the newest versions stay.
-            protected: Further versions that stay.
+            protected: Further versions that stay, also partial ones.
         """
         versions = self.versions()
         staying: set[int] = set()
-        for version in {*versions[-keep:], *protected, self.current, self.wanted}:
-            if version is not None and self.has(version):
+        named = {*versions[-keep:], *protected, self.current, self.wanted}
+        for version in sorted((number for number in named if number is not None), reverse=True):
+            if version not in staying and self.has(version):
                 with contextlib.suppress(MissingVersion):  # a parent was removed by a user
                     staying.update(self.chain(version))
                 staying.add(version)
@@ -231,161 +246,20 @@ class VersionStore:
             os.rename(self.folder(version), removed)
             self._manifest_file(version).unlink(missing_ok=True)
             shutil.rmtree(removed, ignore_errors=True)
-        self._remove_old_staging(versions)
+        self._remove_old_staging(versions, protected)
         return old
 
-    def _remove_old_staging(self, versions: list[int]) -> None:
-        """Remove partial versions that are older than the newest complete one: nothing needs them."""
+    def _remove_old_staging(self, versions: list[int], protected: Collection[int]) -> None:
+        """Remove partial versions that are older than the newest complete one, and not protected."""
         for folder in (self._private / "staging").iterdir():
-            if versions and folder.name.isdecimal() and int(folder.name) <= versions[-1]:
+            version = int(folder.name) if folder.name.isdecimal() else None
+            if version is None or version in protected:
+                continue
+            if versions and version <= versions[-1]:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _manifest_file(self, version: int) -> Path:
         return self._manifests / f"{version}.json"
-
-
-class StagedVersion:
-    """A version whose chunks arrive. Several threads may write different chunks.
-
-    The file `done` has one byte for each chunk, which is set after the chunk was written. After a crash it
-    may be ahead of the disk, so the chunks that it lists are checked before they count.
-
-    Args:
-        store: The store in which the version appears at its end.
-        manifest: The version.
-        folder: Its staging folder; the folder of an earlier try with the same manifest is used again.
-    """
-
-    def __init__(self, store: VersionStore, manifest: VersionManifest, folder: Path):
-        self.manifest = manifest
-        self.files = folder / "files"
-        self._store = store
-        self._folder = folder
-        self._done_file = folder / "done"
-        self._written = threading.Condition()  # also the lock of _missing and _is_closed
-        self._is_closed = False
-        self._prepare()
-        self._done = os.open(self._done_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._descriptors: list[int] = []
-        try:
-            self._open_files()
-            self._missing = self._check_chunks()
-        except OSError as error:
-            self.close()
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                self.drop()  # gives the space back
-            raise
-
-    def _prepare(self) -> None:
-        """Make the staging folder; empty it if an earlier try was for another manifest."""
-        manifest_file = self._folder / "manifest.json"
-        try:
-            is_same = manifest_file.read_text() == self.manifest.text()
-        except OSError:
-            is_same = False
-        if not is_same:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder.mkdir(parents=True)
-            write_whole(manifest_file, self.manifest.text())
-        self.files.mkdir(exist_ok=True)
-
-    def _open_files(self) -> None:
-        """Open all files, and reserve their space on the disk.
-
-        Raises:
-            OSError: There is too little space, for example.
-        """
-        for file in self.manifest.files:
-            path = self.files / file.name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(path, flags, 0o644)
-            self._descriptors.append(descriptor)
-            if file.size:
-                os.posix_fallocate(descriptor, 0, file.size)
-            os.ftruncate(descriptor, file.size)
-
-    def _check_chunks(self) -> set[int]:
-        """Return the indices of the chunks that are missing or not as the manifest says."""
-        done = os.pread(self._done, len(self.manifest.chunks), 0)
-        missing = set()
-        for index, chunk in enumerate(self.manifest.chunks):
-            was_written = done[index : index + 1] == _WRITTEN
-            if not was_written or self._digest_of(index) != chunk.digest:
-                missing.add(index)
-        return missing
-
-    def _digest_of(self, index: int) -> str:
-        chunk = self.manifest.chunks[index]
-        data = os.pread(self._descriptors[chunk.file], chunk.length, chunk.offset)
-        return hashlib.sha256(data).hexdigest()
-
-    @property
-    def missing(self) -> list[int]:
-        """Return the indices of the chunks that are not written, in ascending order."""
-        with self._written:
-            return sorted(self._missing)
-
-    def wait_for(self, index: int, seconds: float) -> bytes | None:
-        """Return a chunk as soon as it is written; None: it is not in time, or the files were closed."""
-        with self._written:
-            is_there = self._written.wait_for(
-                lambda: self._is_closed or index not in self._missing, seconds
-            )
-            if not is_there or self._is_closed:
-                return None
-            chunk = self.manifest.chunks[index]
-            return os.pread(self._descriptors[chunk.file], chunk.length, chunk.offset)
-
-    def write(self, index: int, data: memoryview) -> bool:
-        """Write a chunk if its digest is right; return whether it is.
-
-        Raises:
-            OSError: It cannot be written.
-        """
-        chunk = self.manifest.chunks[index]
-        if hashlib.sha256(data).hexdigest() != chunk.digest:
-            return False
-        offset = chunk.offset
-        while data:
-            count = os.pwrite(self._descriptors[chunk.file], data, offset)
-            data = data[count:]
-            offset += count
-        os.pwrite(self._done, _WRITTEN, index)
-        with self._written:
-            self._missing.discard(index)
-            self._written.notify_all()
-        return True
-
-    def finish(self) -> None:
-        """Make the version appear in the store. All chunks must have been written.
-
-        Raises:
-            OSError: The disk does not take it.
-        """
-        for descriptor in self._descriptors:
-            os.fsync(descriptor)
-        folders = {path for path in self.files.rglob("*") if path.is_dir()}
-        for folder in (self.files, *folders):
-            sync_folder(folder)
-        self._store.appear(self.manifest, self.files)
-        self.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def close(self) -> None:
-        """Close the files; the chunks stay for another try."""
-        with self._written:
-            if self._is_closed:
-                return  # the numbers of the descriptors may be those of other files by now
-            self._is_closed = True
-            self._written.notify_all()
-            for descriptor in (*self._descriptors, self._done):
-                os.close(descriptor)
-
-    def drop(self) -> None:
-        """Remove the staging folder."""
-        self.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class ChunkReader:
@@ -422,12 +296,3 @@ class ChunkReader:
         if len(data) != chunk.length:
             raise HolmesError(f"version {version}: {path.name} has become shorter")
         return data
-
-
-def sync_folder(path: Path) -> None:
-    """Write the entries of a folder to the disk."""
-    descriptor = os.open(path, _FOLDER_FLAGS)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

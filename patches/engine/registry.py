@@ -34,7 +34,6 @@ import wrapt
 from holmes_ext import extensions, words
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.patches.engine.feature_state import UNWANTED, FeatureState
 from holmes_ext.patches.engine.location import (
     ImportObserver,
     Location,
@@ -42,7 +41,14 @@ from holmes_ext.patches.engine.location import (
     is_imported,
     source_misfit,
 )
-from holmes_ext.patches.engine.patch import Feature, Patch, PatchModule, PatchStatus
+from holmes_ext.patches.engine.patch import (
+    UNWANTED,
+    Feature,
+    FeatureState,
+    Patch,
+    PatchModule,
+    PatchStatus,
+)
 from holmes_ext.words import did_you_mean
 
 _log = logging.getLogger(__name__)
@@ -582,12 +588,11 @@ class Registry:
         ready = [
             patch for patch in pending if patch.module == imported or is_imported(patch.module)
         ]
-        location_of: dict[Patch, Location] = {}  # patch -> the attribute that it changes
+        locations = dict(self._locations)  # all patches of one attribute share its Location
         for patch in ready:
-            # All patches of one attribute share its Location.
-            location_of[patch] = self._locations.get(patch.target) or Location(patch)
-        for patch, location in location_of.items():
-            location.check(patch)  # raises Misfit if the patch does not fit
+            if patch.target not in locations:
+                locations[patch.target] = Location(patch)
+            locations[patch.target].check(patch)  # raises Misfit if the patch does not fit
         if not state.has_begun:
             # Before the first patch is applied, those that wait are checked, too: in the source code.
             waiting = [patch for patch in pending if patch not in ready]
@@ -596,10 +601,11 @@ class Registry:
                 if reason:
                     raise Misfit(reason)
         state.has_begun = True  # the check of the source code is made once
-        for patch, location in location_of.items():
+        for patch in ready:
+            location = locations[patch.target]
             location.add(patch)
             self._locations[patch.target] = location
-            state.applied[patch] = location
+            state.applied.append(patch)
 
     def _switch_off(
         self,
@@ -628,7 +634,8 @@ class Registry:
 
     def _remove(self, state: FeatureState) -> None:
         """Remove all patches of a feature that are applied, the last one first."""
-        for patch, location in reversed(list(state.applied.items())):
+        for patch in reversed(state.applied):
+            location = self._locations[patch.target]
             location.remove(patch)
             if not location.patches:  # patches of other features may remain
                 del self._locations[location.target]

@@ -3,7 +3,12 @@
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.weights.manifest import CHUNK_BYTES, VersionManifest
+from holmes_ext.weights.manifest import (
+    LEAST_CHUNK_BYTES,
+    MOST_CHUNK_BYTES,
+    VersionManifest,
+    chunk_bytes_of,
+)
 
 DIGEST = "0" * 64
 
@@ -19,12 +24,12 @@ def file(name="a", size=3, chunks=(DIGEST,)):
 
 
 def test_a_valid_one_and_its_chunks():
-    files = [file("a/b", CHUNK_BYTES + 1, [DIGEST] * 2), file("c", 0, [])]
+    files = [file("a/b", LEAST_CHUNK_BYTES + 1, [DIGEST] * 2), file("c", 0, [])]
     manifest = VersionManifest.of_document(document(files=files), "east")
-    assert manifest.bytes == CHUNK_BYTES + 1
+    assert manifest.bytes == LEAST_CHUNK_BYTES + 1
     assert [(chunk.file, chunk.offset, chunk.length) for chunk in manifest.chunks] == [
-        (0, 0, CHUNK_BYTES),
-        (0, CHUNK_BYTES, 1),
+        (0, 0, LEAST_CHUNK_BYTES),
+        (0, LEAST_CHUNK_BYTES, 1),
     ]
 
 
@@ -59,13 +64,16 @@ def test_names_that_lead_elsewhere(name):
         ({"version": True}, "version"),
         ({"parent": 2}, "a parent is older"),
         ({"parent": -1}, "version -1"),
+        ({"chunk_bytes": LEAST_CHUNK_BYTES - 1}, "a chunk cannot have"),
+        ({"chunk_bytes": 3 * LEAST_CHUNK_BYTES}, "a chunk cannot have"),
+        ({"chunk_bytes": 2 * MOST_CHUNK_BYTES}, "a chunk cannot have"),
         ({"format": 2}, "install the same holmes_ext"),
         ({"files": []}, "1 to 10000 files"),
         ({"files": [file()] * 2}, "occurs twice"),
         ({"files": [file("a"), file("a/b")]}, "both a file and a folder"),
         ({"files": [file(size=-1)]}, "cannot have -1 bytes"),
         ({"files": [file(size=2**62)]}, "cannot have"),
-        ({"files": [file(size=CHUNK_BYTES + 1)]}, "has 2 chunks, not 1"),
+        ({"files": [file(size=LEAST_CHUNK_BYTES + 1)]}, "has 2 chunks, not 1"),
         ({"files": [file(chunks=["x" * 64])]}, "is not a SHA-256"),
         ({"files": [file(f"f{number}") for number in range(10_001)]}, "1 to 10000 files"),
         ({"files": "a"}, "files"),
@@ -75,3 +83,16 @@ def test_names_that_lead_elsewhere(name):
 def test_other_invalid_ones(changes, message):
     with pytest.raises(HolmesError, match=message):
         VersionManifest.of_document(document(**changes), "east")
+
+
+@pytest.mark.parametrize(
+    "size, expected",
+    [
+        (0, LEAST_CHUNK_BYTES),
+        (512 * LEAST_CHUNK_BYTES, LEAST_CHUNK_BYTES),
+        (512 * LEAST_CHUNK_BYTES + 1, 2 * LEAST_CHUNK_BYTES),
+        (10**12, MOST_CHUNK_BYTES),
+    ],
+)
+def test_chunks_grow_with_the_version(size, expected):
+    assert chunk_bytes_of(size) == expected

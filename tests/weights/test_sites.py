@@ -20,54 +20,60 @@ def sites_of(*hosts):
     return sites
 
 
-def test_the_first_host_of_each_site_pulls_over_the_wan():
-    sites = sites_of(("a1", ()), ("a2", ()), ("b1", ()))
-    assert sites.source("a1", [1]) == Source("")
-    assert sites.source("a2", [1]) is None
-    assert sites.source("b1", [1]) == Source("")
+def test_the_first_host_of_each_site_pulls_over_the_wan_and_the_others_form_a_chain():
+    sites = sites_of(("a1", ()), ("a2", ()), ("b1", ()), ("a3", ()))
+    assert sites.source("a1", [1, 2]) == sites.source("b1", [1, 2]) == Source("", (1, 2))
+    assert sites.source("a2", [1]) == Source("a1:1", (1,))
+    assert sites.source("a3", [1]) == Source("a2:1", (1,))
+    assert sites.source("a3", []) == Source("a2:1")  # where it opens streams ahead
 
 
-def test_the_others_pull_from_a_host_that_has_it():
-    sites = sites_of(("a1", (1,)), ("a2", ()), ("b1", ()))
-    assert sites.source("a2", [1, 2]) == Source("a1:1")
-    assert sites.source("a1", [1]) is None
-    sites.report("a2", "a", report("a2", (1, 2)), now=0.0)
-    assert sites.source("a1", [1, 2]) == Source("a2:1")  # also the first one
-
-
-def test_the_others_follow_the_first_one_while_it_receives():
-    sites = sites_of(("a1", ()), ("a2", ()), ("a3", ()))
-    sites.report("a1", "a", report("a1", version=1), now=0.0)
-    assert sites.source("a2", [1]) == sites.source("a3", [1]) == Source("a1:1")
-    sites.report("a2", "a", report("a2", version=1), now=0.0)
-    assert sites.source("a1", [1]) == Source("")
-    assert sites.source("a3", [2]) is None
+def test_a_host_that_has_the_version_is_the_source_of_all():
+    sites = sites_of(("a1", ()), ("a2", (1,)), ("a3", ()))
+    assert sites.source("a1", [1]) == sites.source("a3", [1]) == Source("a2:1", (1,))
+    assert sites.source("a1", [1, 2]) == Source("a2:1", (1,))  # a2 waits for version 2 itself
+    assert sites.source("a3", [1, 2]) == Source("a2:1", (1, 2))  # it arrived after a2
+    assert sites.source("a2", [1, 2]) == Source("a1:1", (2,))
 
 
 def test_another_host_takes_over_from_one_that_is_gone_or_silent():
     sites = sites_of(("a1", ()), ("a2", ()))
     sites.gone("a1")
-    assert sites.source("a2", [1]) == Source("")
+    assert sites.source("a2", [1]) == Source("", (1,))
     sites = sites_of(("a1", ()), ("a2", ()))
     sites.report("a2", "a", report("a2"), now=SILENCE_S + 1)
     sites.forget_silent(SILENCE_S + 1)
-    assert sites.source("a2", [1]) == Source("")
+    assert sites.source("a2", [1]) == Source("", (1,))
 
 
 def test_a_host_that_reaches_no_other_pulls_over_the_wan():
     sites = sites_of(("a1", (1,)), ("a2", ()))
     sites.report("a2", "a", report("a2", unreachable=("a1:1",)), now=0.0)
-    assert sites.source("a2", [1]) == Source("")
+    assert sites.source("a2", [1]) == Source("", (1,))
 
 
-def test_someone_always_makes_progress():
-    """Whatever three hosts have: of those that miss a version, one at least has a source."""
-    subsets = [(), (1,), (2,), (1, 2)]
-    for staged in itertools.product(subsets, repeat=3):
-        names = ("a1", "a2", "a3")
-        sites = sites_of(*zip(names, staged, strict=True))
-        missing = [name for name, has in zip(names, staged, strict=True) if set(has) != {1, 2}]
-        assert not missing or any(sites.source(name, [1, 2]) for name in missing), staged
+def test_no_hosts_wait_for_each_other():
+    """Whatever three hosts have: each way from source to source ends at one that has the version."""
+    names = ("a1", "a2", "a3")
+    for all_staged in itertools.product([(), (1,), (2,), (1, 2)], repeat=3):
+        staged = dict(zip(names, all_staged, strict=True))
+        sites = sites_of(*staged.items())
+        for name, version in itertools.product(names, [1, 2]):
+            way = [name]
+            while way[-1] and version not in staged[way[-1]]:
+                source = sites.source(way[-1], [1, 2])
+                if version not in source.versions:
+                    break  # it gets an older one first
+                assert source.address[:2] not in way, (staged, way)
+                way.append(source.address[:2])
+
+
+def test_news_are_what_other_hosts_depend_on():
+    sites = sites_of(("a1", ()))
+    assert not sites.report("a1", "a", report("a1", received=100, version=1), now=1.0)
+    assert sites.report("a1", "a", report("a1", (1,)), now=1.0)
+    assert sites.report("a1", "a", report("a1", (1,), current=1), now=1.0)
+    assert sites.report("a2", "a", report("a2"), now=1.0)
 
 
 def test_commit_waits_for_hosts_in_step_only():

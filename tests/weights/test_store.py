@@ -1,5 +1,6 @@
 """The store of versions: publishing, staging, chains, removal, and what is never half there."""
 
+import errno
 import os
 import threading
 
@@ -7,7 +8,7 @@ import pytest
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.weights import current_folders, publishing
-from holmes_ext.weights.manifest import CHUNK_BYTES
+from holmes_ext.weights.manifest import LEAST_CHUNK_BYTES
 from holmes_ext.weights.publishing import publish_folder
 from holmes_ext.weights.store import ChunkReader, VersionStore
 
@@ -22,7 +23,7 @@ def folder(tmp_path):
     """Return a folder with a file of two chunks, and one in a sub-folder."""
     path = tmp_path / "folder"
     (path / "sub").mkdir(parents=True)
-    (path / "model.bin").write_bytes(os.urandom(CHUNK_BYTES + 5))
+    (path / "model.bin").write_bytes(os.urandom(LEAST_CHUNK_BYTES + 5))
     (path / "sub" / "config.json").write_text("{}")
     return path
 
@@ -35,7 +36,9 @@ def test_published_and_staged(tmp_path, store, folder):
     staged = site.stage(manifest)
     reader = ChunkReader(store)
     assert staged.missing == [0, 1, 2]
-    assert not staged.write(0, memoryview(b"x" * CHUNK_BYTES))  # a wrong digest is not written
+    assert not staged.write(
+        0, memoryview(b"x" * LEAST_CHUNK_BYTES)
+    )  # a wrong digest is not written
     assert staged.write(0, memoryview(reader.read(3, 0)))
     staged.close()
     assert site.versions() == []
@@ -96,12 +99,26 @@ def test_old_versions_are_removed_but_chains_stay(store, folder):
     assert store.versions() == [5, 6, 7]
 
 
+def test_partial_versions_stay_while_they_are_needed(tmp_path, store, folder):
+    manifests = [publish_folder(folder, store, version, keep=9) for version in (1, 2, 3)]
+    site = VersionStore(tmp_path / "site")
+    site.make()
+    for manifest in manifests[:2]:
+        site.stage(manifest).close()
+    staged = site.stage(manifests[2])
+    for index in staged.missing:
+        staged.write(index, memoryview(ChunkReader(store).read(3, index)))
+    staged.finish()
+    site.remove_old(keep=1, protected=[2, 3])
+    assert os.listdir(site.path / ".holmes" / "staging") == ["2"]
+
+
 @pytest.mark.parametrize("change", ["append", "replace", "remove", "add"])
 def test_a_folder_that_changes(monkeypatch, store, folder, change):
     copy_file = publishing._copy_file
 
-    def changing(source, name, stamp, target):
-        entry = copy_file(source, name, stamp, target)
+    def changing(*arguments):
+        entry = copy_file(*arguments)
         model = folder / "model.bin"
         if change == "append":
             with open(model, "ab") as file:
@@ -118,6 +135,18 @@ def test_a_folder_that_changes(monkeypatch, store, folder, change):
     with pytest.raises(HolmesError, match="changed while it was published"):
         publish_folder(folder, store, 1)
     assert store.versions() == [] and store.wanted is None
+    assert not list((store.path / ".holmes" / "removed").iterdir())
+
+
+def test_a_full_disk(monkeypatch, store, folder):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    publish_folder(folder, store, 1)
+    monkeypatch.setattr(publishing, "_write_all", full)
+    with pytest.raises(HolmesError, match="No space left on device.*make space, or set"):
+        publish_folder(folder, store, 2)
+    assert store.versions() == [1] and store.wanted == 1
     assert not list((store.path / ".holmes" / "removed").iterdir())
 
 

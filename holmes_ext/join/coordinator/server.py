@@ -86,7 +86,8 @@ from holmes_ext.runtime.sockets import Guest, Listener, listen
 from holmes_ext.words import why
 
 #: Function that starts a service beside the coordinator; its context manager ends the service.
-#: A service may answer connections with a purpose of its own, and add a section to the status.
+#: A service may answer connections with a purpose of its own, add a section to the status, and leave the
+#: network to the jobs while they exchange data (is_exchanging).
 Service = Callable[["CoordinatorServer"], AbstractContextManager[object]]
 #: Reason in the log for a job that ended without a last heartbeat.
 CLOSED = "its connection was closed"
@@ -446,6 +447,12 @@ class CoordinatorServer:
             with self._changed:
                 self._coordinator.look(time.monotonic())
                 self._log_events()
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Return whether jobs exchange data in a round now. Services can leave the network to them."""
+        with self._changed:
+            return any(each.is_exchanging for each in self._coordinator.state.rounds.values())
 
     def status(self) -> dict[str, Any]:
         """Return the state of the run, as `holmes join status` shows it.

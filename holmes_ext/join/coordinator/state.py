@@ -130,6 +130,11 @@ class RoundState:
     factors: dict[str, float] = field(default_factory=dict)
     gap: float = 1.0  # divisor of the sum because it is stale (CO2); 1: it counts in full
 
+    @property
+    def is_exchanging(self) -> bool:
+        """Return whether members exchange data, which they have not begun to compare."""
+        return self.attempt > 0 and self.check_number == 0 and not self.outcome
+
 
 @dataclass
 class RunState:

@@ -1,0 +1,155 @@
+"""Other ways to copy a folder from the trainer to the hosts of all sites, for benchmarks/weights.py.
+
+rsync      each site's first host pulls over ssh, then its other hosts from it
+S3         each host downloads from a server on the trainer's host (moto), with 8 connections of boto3
+broadcast  torch.distributed with gloo, from the trainer's rank to all hosts' ranks; not encrypted
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from holmes_lab import Lab
+from holmes_lab.launchers import ssh
+from weights_lab import TRAINER, Network, Programs, address_of, sent_bytes, wait_until
+
+_S3_PORT = 5000
+_KEYS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+_UPLOAD = textwrap.dedent(
+    """
+    import sys, boto3
+    client = boto3.client("s3", endpoint_url=sys.argv[1])
+    client.create_bucket(Bucket="weights")
+    client.upload_file(sys.argv[2], "weights", "model")
+    """
+)
+_DOWNLOAD = textwrap.dedent(
+    """
+    import sys, time, boto3
+    from boto3.s3.transfer import TransferConfig
+    client = boto3.client("s3", endpoint_url=sys.argv[1])
+    config = TransferConfig(max_concurrency=8, multipart_chunksize=8 * 2**20)
+    begin = time.monotonic()
+    client.download_file("weights", "model", sys.argv[2], Config=config)
+    print("FROM", begin, "TO", time.monotonic(), flush=True)
+    """
+)
+_BROADCAST = textwrap.dedent(
+    """
+    import sys, time, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    data = torch.zeros(int(sys.argv[1]), dtype=torch.uint8)
+    dist.barrier()
+    begin = time.monotonic()
+    dist.broadcast(data, 0)
+    print("SECONDS", time.monotonic() - begin, flush=True)
+    """
+)
+
+
+class Copied(NamedTuple):
+    """Result of a copy to all hosts."""
+
+    seconds: float  # until the last host had it
+    bytes: int  # that the trainer's host has sent
+
+
+def rsync(lab: Lab, network: Network, source: Path, folder: Path, program: Path) -> Copied:
+    """Copy with rsync over ssh: each site's first host pulls, then its other hosts pull from it."""
+    folder.mkdir()
+    hosts = [TRAINER, *(host for site in network.site_hosts for host in site)]
+    ssh.configure(folder, {host: {} for host in hosts})
+    programs = Programs(lab)
+    for daemon in ssh.daemons(folder, hosts, os.environ):
+        command = ["sh", "-c", f"mkdir -p /run/sshd; exec {shlex.join(daemon.argv)}"]
+        programs.start(daemon.host, command)
+    time.sleep(1.0)
+    before = sent_bytes(lab)
+    start = time.monotonic()
+    first = {site[0]: f"{address_of(lab, TRAINER)}:{source}/" for site in network.site_hosts}
+    others = {
+        host: f"{address_of(lab, site[0])}:{folder / site[0]}/"
+        for site in network.site_hosts
+        for host in site[1:]
+    }
+    for sources in (first, others):
+        _run_all(
+            programs,
+            {
+                host: [
+                    *(str(program), "-a", "--whole-file", f"--rsync-path={program}"),
+                    *("-e", f"ssh -F {folder}/ssh_config", where, f"{folder / host}/"),
+                ]
+                for host, where in sources.items()
+            },
+        )
+    copied = Copied(time.monotonic() - start, sent_bytes(lab) - before)
+    programs.close()
+    return copied
+
+
+def s3(lab: Lab, network: Network, source: Path, folder: Path, python: Path) -> Copied:
+    """Download from an S3 server on the trainer's host to each host. The upload before is not counted."""
+    folder.mkdir()
+    programs = Programs(lab)
+    lines: list[str] = []
+    server = [str(python.parent / "moto_server"), "-H", "0.0.0.0", "-p", str(_S3_PORT)]
+    programs.start(TRAINER, server, lines.append)
+    wait_until(lambda: any("Running on" in line for line in lines))
+    [file] = source.iterdir()
+    url = f"http://{address_of(lab, TRAINER)}:{_S3_PORT}"
+    upload = [str(python), "-c", _UPLOAD, f"http://127.0.0.1:{_S3_PORT}", str(file)]
+    _run_all(programs, {TRAINER: upload}, **_KEYS)
+    before = sent_bytes(lab)
+    downloads = {
+        host: [str(python), "-c", _DOWNLOAD, url, str(folder / host)]
+        for site in network.site_hosts
+        for host in site
+    }
+    lines = _run_all(programs, downloads, **_KEYS)
+    times = [line.split() for line in lines if line.startswith("FROM")]
+    begin = min(float(words[1]) for words in times)  # without the start of Python
+    copied = Copied(max(float(words[3]) for words in times) - begin, sent_bytes(lab) - before)
+    programs.close()
+    return copied
+
+
+def broadcast(lab: Lab, network: Network, size: int) -> Copied:
+    """Broadcast bytes with gloo."""
+    hosts = [TRAINER, *(host for site in network.site_hosts for host in site)]
+    before = sent_bytes(lab)
+    result = lab.run([sys.executable, "-c", _BROADCAST, str(size)], order=hosts, timeout=300)
+    seconds = [
+        float(line.split()[1])
+        for text in result.outputs.values()
+        for line in text.splitlines()
+        if line.startswith("SECONDS")
+    ]
+    if len(seconds) != len(hosts):
+        raise RuntimeError(f"broadcast: {result.outputs}")
+    return Copied(max(seconds), sent_bytes(lab) - before)
+
+
+def _run_all(
+    programs: Programs, command_of: dict[str, Sequence[str]], **variables: str
+) -> list[str]:
+    """Run a command on each of some nodes at the same time; return the lines of all outputs.
+
+    Raises:
+        RuntimeError: A command failed.
+    """
+    lines: list[str] = []
+    jobs = [programs.start(node, command, **variables) for node, command in command_of.items()]
+    for job in jobs:
+        result = job.wait()
+        if result.returncode:
+            raise RuntimeError(f"{result.outputs}")
+        lines += [line for text in result.outputs.values() for line in text.splitlines()]
+    return lines

@@ -1,0 +1,255 @@
+"""Versions while they arrive: chunks are written in any order, and can be read as soon as they are written.
+
+After a crash the file `done`, which lists the written chunks, may be ahead of the disk. So the chunks that it
+lists are checked before they count.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from holmes_ext.files import write_whole
+from holmes_ext.weights.manifest import VersionManifest
+
+#: Entry of the file `done` for a chunk that was written.
+_WRITTEN = b"\x01"
+#: Bytes that are written before they are forced to the disk, so that little is left to do at the end.
+_SYNC_BYTES = 32 * 2**20
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class StagedVersion:
+    """A version whose chunks arrive. Several threads may write different chunks.
+
+    The file `done` has one byte for each chunk, which is set after the chunk was written.
+
+    Args:
+        manifest: The version.
+        folder: Its staging folder; the folder of an earlier try with the same manifest is used again.
+        appear: Gives the folder with the files of the complete version its final name.
+    """
+
+    def __init__(
+        self,
+        manifest: VersionManifest,
+        folder: Path,
+        appear: Callable[[VersionManifest, Path], None],
+    ):
+        self.manifest = manifest
+        self.files = folder / "files"
+        self._appear = appear
+        self._folder = folder
+        self._done_file = folder / "done"
+        self._written = threading.Condition()  # also the lock of the three fields below
+        self._is_closed = False
+        self._unsynced_bytes = 0  # written since the last fdatasync()
+        self._users = 0  # threads that use the files
+        self._prepare()
+        self._done = os.open(self._done_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._descriptors: list[int] = []
+        try:
+            self._open_files()
+            self._missing = self._check_chunks()
+        except OSError as error:
+            self.close()
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                self.drop()  # gives the space back
+            raise
+
+    def _prepare(self) -> None:
+        """Make the staging folder; empty it if an earlier try was for another manifest."""
+        manifest_file = self._folder / "manifest.json"
+        try:
+            is_same = manifest_file.read_text() == self.manifest.text()
+        except OSError:
+            is_same = False
+        if not is_same:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True)
+            write_whole(manifest_file, self.manifest.text())
+        self.files.mkdir(exist_ok=True)
+
+    def _open_files(self) -> None:
+        """Open all files, and reserve their space on the disk.
+
+        Raises:
+            OSError: There is too little space, for example.
+        """
+        for file in self.manifest.files:
+            path = self.files / file.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(path, flags, 0o644)
+            self._descriptors.append(descriptor)
+            if file.size:
+                os.posix_fallocate(descriptor, 0, file.size)
+            os.ftruncate(descriptor, file.size)
+
+    def _check_chunks(self) -> set[int]:
+        """Return the indices of the chunks that are missing or not as the manifest says."""
+        done = os.pread(self._done, len(self.manifest.chunks), 0)
+        missing = set()
+        for index, chunk in enumerate(self.manifest.chunks):
+            was_written = done[index : index + 1] == _WRITTEN
+            if not was_written or self._digest_of(index) != chunk.digest:
+                missing.add(index)
+        return missing
+
+    def _digest_of(self, index: int) -> str:
+        return hashlib.sha256(self._read(index)).hexdigest()
+
+    def _read(self, index: int) -> bytes:
+        chunk = self.manifest.chunks[index]
+        return os.pread(self._descriptors[chunk.file], chunk.length, chunk.offset)
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether no chunk can be read or written any more."""
+        with self._written:
+            return self._is_closed
+
+    @property
+    def missing(self) -> list[int]:
+        """Return the indices of the chunks that are not written, in ascending order."""
+        with self._written:
+            return sorted(self._missing)
+
+    @property
+    def missing_bytes(self) -> int:
+        """Return the bytes of the chunks that are not written."""
+        return sum(self.manifest.chunks[index].length for index in self.missing)
+
+    def wait_for(self, index: int, seconds: float) -> bytes | None:
+        """Return a chunk as soon as it is written; None: it is not in time, or the files were closed."""
+        with self._written:
+            self._written.wait_for(lambda: self._is_closed or index not in self._missing, seconds)
+            if self._is_closed or index in self._missing:
+                return None
+            self._users += 1
+        try:
+            return self._read(index)
+        finally:
+            self._release()
+
+    def write(self, index: int, data: memoryview) -> bool:
+        """Write a chunk if its digest is right; return whether it is.
+
+        Raises:
+            OSError: It cannot be written, or the files were closed.
+        """
+        chunk = self.manifest.chunks[index]
+        if hashlib.sha256(data).hexdigest() != chunk.digest:
+            return False
+        with self._written:
+            if self._is_closed:
+                raise OSError(errno.EBADF, "the files were closed")
+            self._users += 1
+        try:
+            _write_at(self._descriptors[chunk.file], data, chunk.offset)
+            os.pwrite(self._done, _WRITTEN, index)
+            with self._written:
+                self._missing.discard(index)
+                self._written.notify_all()
+            self._sync_sometimes(self._descriptors[chunk.file], chunk.length)
+        finally:
+            self._release()
+        return True
+
+    def _sync_sometimes(self, descriptor: int, count: int) -> None:
+        """Force the file to the disk if much was written meanwhile, in this thread alone."""
+        with self._written:
+            self._unsynced_bytes += count
+            if self._unsynced_bytes < _SYNC_BYTES:
+                return
+            self._unsynced_bytes = 0
+        os.fdatasync(descriptor)
+
+    def _release(self) -> None:
+        with self._written:
+            self._users -= 1
+            self._written.notify_all()
+
+    def finish(self) -> None:
+        """Make the version appear in the store. All chunks must have been written.
+
+        Raises:
+            OSError: The disk does not take it.
+        """
+        for descriptor in self._descriptors:
+            os.fsync(descriptor)
+        folders = {path for path in self.files.rglob("*") if path.is_dir()}
+        for folder in (self.files, *folders):
+            sync_folder(folder)
+        self._appear(self.manifest, self.files)
+        self.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Close the files; the chunks stay for another try."""
+        with self._written:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._written.notify_all()
+            # The numbers of closed descriptors may be those of other files soon.
+            self._written.wait_for(lambda: self._users == 0)
+            for descriptor in (*self._descriptors, self._done):
+                os.close(descriptor)
+
+    def drop(self) -> None:
+        """Remove the staging folder."""
+        self.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class ArrivingVersions:
+    """The versions that this process receives now, for threads that send them on. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._staged: dict[int, StagedVersion] = {}
+
+    def add(self, staged: StagedVersion) -> None:
+        """Add a version whose chunks are about to arrive."""
+        with self._changed:
+            self._staged[staged.manifest.version] = staged
+            self._changed.notify_all()
+
+    def remove(self, staged: StagedVersion) -> None:
+        """Remove a version that is complete, or whose transfer has ended."""
+        with self._changed:
+            if self._staged.get(staged.manifest.version) is staged:
+                del self._staged[staged.manifest.version]
+
+    def get(self, version: int) -> StagedVersion | None:
+        """Return a version; None: it is not received now."""
+        with self._changed:
+            return self._staged.get(version)
+
+    def wait_for(self, version: int, seconds: float) -> StagedVersion | None:
+        """Return a version as soon as it is received; None: it is not in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: version in self._staged, seconds)
+            return self._staged.get(version)
+
+
+def sync_folder(path: Path) -> None:
+    """Write the entries of a folder to the disk."""
+    descriptor = os.open(path, _FOLDER_FLAGS)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data = data[count:]
+        offset += count
