@@ -31,6 +31,11 @@ KEPT = {
         "docs/joined.md",
         "joined jobs instead (docs/joined.md)",
     ): "the end of what the command above it prints",
+    ("docs/check.md", "predicted step:"): "answers of a report: tests/planner/check",
+    (
+        "docs/check.md",
+        "torchrun     ...",
+    ): "what launchers print: integration_tests/launchers/checks.py",
     ("docs/joined.md", "job   from, s"): "what holmes demo --joined prints: 2.5 minutes in the lab",
     (
         "docs/trouble.md",

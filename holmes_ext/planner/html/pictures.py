@@ -1,8 +1,7 @@
 """Pictures of a run: placement of ranks, timeline of a step; and helpers of all pictures.
 
 A span is an activity of a rank in an interval of time, such as a forward pass or a wait for a message.
-svg() turns a figure into a part of a page (page.py). matplotlib is imported only when a picture is
-drawn, so no other command needs it.
+svg() makes a figure part of a page (page.py). matplotlib is imported only when a picture is drawn.
 """
 
 from __future__ import annotations
@@ -476,10 +475,8 @@ def _draw_shares(
     The time is divided into PIECES, and each piece into MOMENTS samples.
 
     Args:
-        axis: Axes to draw on.
-        row: Number of the row.
-        spans: (kind, start, end)
-        seconds: Duration of the step.
+        axis, row: Axes to draw on, and number of the row.
+        spans, seconds: (kind, start, end) of each span, and duration of the step.
     """
     import numpy as np
     from matplotlib.colors import to_rgba
