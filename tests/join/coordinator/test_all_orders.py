@@ -14,13 +14,13 @@ faults, and what must hold, are in joined_scenes.py.
     places          the failed pair are the first two jobs, the liar is the last one, in order of arrival
     symmetry        is not used: the rules decide between equal jobs by their order of arrival
 
-Of five jobs with rounds=async, one of which crashes, only the first MOST_STATES states are explored, those with
-the fewest timeouts first. Measured (explore() alone; CPU seconds; the machine was busy):
+Of five jobs with rounds=async, one of which crashes, only the first MOST_STATES states are explored, those
+with the fewest timeouts first. Measured (explore() alone, on a busy machine, in CPU seconds):
 
     jobs  rounds=  scenes run  states in all  largest scene  seconds
     2     sync     51 of 51            4,656            308        2
     2     async    51 of 51           10,747            916        9
-    3     sync     51 of 51           18,450          1,884       15
+    3     sync     50 of 50           16,566          851       13
     4     sync     50 of 50           28,101          1,507       31
     5     sync     27 of 50           26,425          3,927       43
     3     async    19 of 50           30,793          3,322       39
