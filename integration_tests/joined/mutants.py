@@ -295,8 +295,8 @@ MUTANTS = [
     ),
     Mutant(
         "any number of callers is told of",
-        "join/coordinator/server.py",
-        "or len(self._complaints) >= _COMPLAINTS_IN_ALL:",
+        "join/coordinator/gate.py",
+        "or len(self._latest) >= _COMPLAINTS_IN_ALL:",
         "or False:",
         MEMBERS + " -k crowd",
     ),
