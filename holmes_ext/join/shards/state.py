@@ -315,7 +315,7 @@ class OuterState:
             anchor: This rank's elements of the other job's anchor; never None here.
             momentum: Always None here. (A parameter so that this method has the signature take.Store.)
         """
-        self.replace(fragment, version, anchor, momentum=momentum)  # keeps the old momentum for now
+        self.replace(fragment, version, anchor, momentum)  # keeps the old momentum for now
         fragment.lacks_momentum = True
 
     def add_momentum(
