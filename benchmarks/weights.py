@@ -1,13 +1,13 @@
 """Measures `holmes weights` in the lab, beside rsync, S3 and a broadcast: a trainer and sites of 3 hosts.
 
-    python benchmarks/weights.py --json results/weights.json --models FOLDER --rsync FILE --s3-python FILE
+    python benchmarks/weights.py --json results/weights.json --models FOLDER --rsync FILE --moto FILE
 
 The sites' links and the trainer's uplink, which all sites share, have the same rate. A time counts from the
 publication of a version until the last host has staged it. The bound is the bytes of all sites over the rate
 of the uplink.
 
 Versions are checkpoints and deltas of a model (weights_model.py). FOLDER keeps them. --rsync names rsync's
-program, --s3-python a Python with moto[server]; what is not named is left out.
+program, --moto a Python with moto[server]; what is not named is left out.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def others_of(args: Any, network: Network, source: ModelVersion) -> dict[str, Ca
         others["rsync"] = lambda lab, folder: weights_others.rsync(
             lab, network, source.folder, folder, args.rsync
         )
-    if args.s3_python:
+    if args.moto:
         others["S3"] = lambda lab, folder: weights_others.s3(
-            lab, network, source.folder, folder, args.s3_python
+            lab, network, source.folder, folder, args.moto
         )
     others["broadcast"] = lambda lab, folder: weights_others.broadcast(lab, network, source.size)
     return others
@@ -150,9 +150,12 @@ def rows_of(
     delta_s = [run["seconds"][number] for run in holmes for number in deltas]
     bound_s = network.bound_s(size)
 
-    def row(metric: str, values: list[float], unit: str, target: str = "") -> Row:
+    def row(
+        metric: str, values: list[float], unit: str, target: str = "", is_time: bool = True
+    ) -> Row:
+        load = busy if is_time else None  # bytes are the same on a busy machine
         return Row.median(
-            network.name, metric, values, unit, emulated=False, target=target, busy=busy
+            network.name, metric, values, unit, emulated=False, target=target, busy=load
         )
 
     rows = [
@@ -160,8 +163,13 @@ def rows_of(
         row("checkpoint, holmes", seconds, "s"),
         row("checkpoint / bound", [each / bound_s for each in seconds], "x", "<= 1.1"),
         row("first checkpoint / bound", [each / bound_s for each in first_s], "x", "<= 1.1"),
-        row("copies sent to a site", [run["copies"] for run in holmes], "x", "<= 1"),
-        row("uplink's bytes / copies, holmes", [each / size for each in wan_bytes], "x"),
+        row("copies sent to a site", [run["copies"] for run in holmes], "x", "<= 1", is_time=False),
+        row(
+            "uplink's bytes / copies, holmes",
+            [each / size for each in wan_bytes],
+            "x",
+            is_time=False,
+        ),
         row("delta, bound", [network.bound_s(versions[deltas[0]].size)], "s"),
         row("delta, holmes", delta_s, "s"),
     ]
@@ -171,7 +179,7 @@ def rows_of(
         rows += [
             row(f"checkpoint, {name}", [result["seconds"]], "s"),
             row(f"holmes : {name}", [ratio], "x", "<= 1"),
-            row(f"uplink's bytes / copies, {name}", [other_bytes], "x"),
+            row(f"uplink's bytes / copies, {name}", [other_bytes], "x", is_time=False),
         ]
     return rows
 
@@ -180,8 +188,8 @@ def rows_beside(result: dict[str, Any]) -> list[Row]:
     """Return the rows of the training job beside a transfer."""
     slower = weights_beside.slower_percent(result)
     return [
-        Row.median(BESIDE, "steps/s alone", result["alone"], unit="1/s", emulated=True),
-        Row.median(BESIDE, "steps/s beside", result["beside"], unit="1/s", emulated=True),
+        Row.median(BESIDE, "alone", result["alone"], unit="steps/s", emulated=True),
+        Row.median(BESIDE, "beside", result["beside"], unit="steps/s", emulated=True),
         Row.median(BESIDE, "slower", slower, unit="%", emulated=True, target="<= 1"),
         Row.median(BESIDE, "share of the link", result["shares"], unit="x", emulated=True),
     ]
@@ -192,9 +200,7 @@ def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--models", type=Path, required=True, help="folder for checkpoints")
     arguments.add_argument("--rsync", type=Path, metavar="FILE", help="program rsync")
-    arguments.add_argument(
-        "--s3-python", type=Path, metavar="FILE", help="Python with moto[server]"
-    )
+    arguments.add_argument("--moto", type=Path, metavar="FILE", help="Python with moto[server]")
     arguments.add_argument("--repeats", type=int, default=2, help="runs of holmes (default: 2)")
     Runs.add_arguments(arguments)
     args = arguments.parse_args()

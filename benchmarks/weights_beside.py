@@ -26,7 +26,7 @@ EVERY = 16
 #: FLOP/s of the emulated accelerator of each job: a step takes about 0.2 s.
 FLOPS = 6e9
 WINDOW_S = 20.0
-WINDOWS = 5  # of each sort
+WINDOWS = 4  # of each sort
 _MOST_STEPS = 1_000_000
 
 

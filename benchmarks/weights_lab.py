@@ -20,7 +20,7 @@ from holmes_lab.process.ranks import Program
 
 HOLMES = (sys.executable, "-m", "holmes_ext.cli.main")
 PORT = 29600
-TIMEOUT_S = 300.0
+TIMEOUT_S = 900.0
 TRAINER = "t0"
 #: Fields of /proc/PID/stat behind the name of the program (proc(5)).
 _USER_TICKS, _SYSTEM_TICKS, _POLICY = 11, 12, 38

@@ -41,7 +41,7 @@ HOW_MADE = {
         "reduction stacks stage_links telemetry two_clusters"
     ),
     "simulated and emulated": "adapt planners schedules",
-    "network emulated": "compressed_activations compression links",
+    "network emulated": "compressed_activations compression links weights",
     "emulated GPUs": "gpu gpu_steps",
     "one process": "joined_losses joined_losses_few joined_losses_muon joined_muon",
     "simulated": "placement published search search_nodes",
