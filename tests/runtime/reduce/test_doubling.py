@@ -1,5 +1,7 @@
 """examples/doubling: an extension whose reduction sums across clusters by recursive doubling."""
 
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +131,21 @@ def test_a_ring_that_is_planned_stays_a_ring():
     (spec,) = build_plan(site(), Sizes()).traffic_of("sockets").reductions
     for one in (replace(spec, clusters=()), replace(spec, compress="bf16")):
         assert doubling_for(None, 2**30, one, "cpu") is None
+
+
+@pytest.mark.parametrize("flag, loaded", [("off", False), ("on", True)])
+def test_the_reduction_is_loaded_with_its_flag_only(flag, loaded):
+    code = (
+        "import sys, types; from doubling.extension import EXTENSION; from holmes_ext import extensions\n"
+        "extensions.found = lambda: extensions.Installed((EXTENSION,), ())\n"
+        "from holmes_ext.options import options_from\n"
+        f"current = types.SimpleNamespace(options=options_from(doubling={flag!r}))\n"
+        "extensions.hooks_of(current); print('doubling.reduction' in sys.modules)"
+    )
+    path = os.pathsep.join((str(ROOT), str(ROOT / "examples" / "doubling")))
+    command, environ = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.stdout.strip() == str(loaded), done.stderr
 
 
 def test_compression_is_refused_in_one_line():
