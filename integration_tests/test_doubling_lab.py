@@ -1,4 +1,4 @@
-"""Tests examples/doubling in jobs on two emulated clusters: the flag, the losses, and what crosses."""
+"""Tests examples/doubling in jobs on two emulated clusters: the losses equal those of stock."""
 
 import os
 import shutil

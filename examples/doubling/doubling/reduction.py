@@ -29,7 +29,6 @@ from holmes_ext.runtime.backend import backend_of, network_api_of
 from holmes_ext.runtime.reduce.direct import DirectExchange, DividedTensor, wait_for
 from holmes_ext.runtime.reduce.hierarchical import shards
 from holmes_ext.runtime.reduce.steps import ThreadPipeline
-from holmes_ext.units import format_bytes
 
 # Tags of the messages: those of a round across clusters are _ACROSS_TAG plus its number.
 _SCATTER_TAG, _GATHER_TAG, _ACROSS_TAG = 1, 2, 10
@@ -104,11 +103,6 @@ class DoublingAllReduce:
     def close(self):
         """Finish the sums under way and end the threads."""
         self._pipeline.close()
-
-    def describe(self):
-        """Return this all-reduce in words, for messages to the user."""
-        chunk = format_bytes(self.chunk_bytes)
-        return f"recursive doubling over {len(self.clusters)} clusters, in chunks of {chunk}"
 
     def _blocks(self, chunk):
         return DividedTensor(chunk.tensor_split(self._cuts(chunk)), self.members)
