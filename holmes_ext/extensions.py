@@ -41,10 +41,13 @@ BUILT_IN = (
 #: Contribution point -> description of the objects that an extension can contribute there.
 POINTS = {
     "nic_kinds": "holmes_ext.cluster.nic.NicKind, by the name that cluster.toml gives the kind",
-    "reductions": "a function that makes a holmes_ext.runtime.reduce.reduction.Reduction, or returns None: "
-    "(group, bytes, spec, device_type); it runs in place of the hierarchical all-reduce",
+    "reductions": "a function (group, bytes, spec, device_type) that makes a "
+    "holmes_ext.runtime.reduce.reduction.Reduction, or returns None to keep holmes's own. It is called for "
+    "every planned group of DistributedDataParallel and GradientReducer, also for a group inside a cluster, "
+    "but not for DeepSpeed's own buckets: see holmes_ext.runtime.hooks.reduction_for",
     "outer_algorithms": "a class of holmes_ext.join.algorithms, by the name that --holmes-outer gives it",
-    "doctor_checks": "a function without parameters that returns holmes_ext.doctor.finding.Finding objects",
+    "doctor_checks": "a function that returns holmes_ext.doctor.finding.Finding objects; it gets no "
+    "parameters: neither the node's NICs nor cluster.toml nor --sysfs",
     "command_parts": "a module with add_arguments(parser) and run(args), by the name of an existing command",
     "pass_solvers": "a function like holmes_ext.planner.schedule.solve.quickest",
     "plan_companions": "a module that adds another forecast to the search of `holmes plan`",

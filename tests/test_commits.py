@@ -68,9 +68,9 @@ assert sent["fp8"] == sent["off"] / 4, sent
 """
 DOCTOR_CHECK = """
 from pathlib import Path
-from holmes_ext.cli import doctor
+from holmes_ext.doctor import node
 from holmes_ext.doctor.numa_balancing import check_numa_balancing
-assert doctor.check_numa_balancing is check_numa_balancing
+assert node.check_numa_balancing is check_numa_balancing
 file = Path("numa_balancing")
 assert not list(check_numa_balancing(file)), "a kernel without NUMA"
 file.write_text("0\\n")
@@ -104,8 +104,8 @@ def tree(tmp_path_factory):
 def git_apply(tree, patch, *flags):
     command = ["git", "apply", "-C1", *flags, str(patch)]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    way_out = f"your change touches the lines of tests/commits/{patch.name}: update it"
+    assert done.returncode == 0, f"{way_out}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -8,10 +8,8 @@ reason and remedy.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -23,35 +21,15 @@ from typing import Any
 from rich.text import Text
 
 import holmes_ext
-from holmes_ext import __version__, extensions
 from holmes_ext.cli.show.table import Column, Screen
-from holmes_ext.cluster.addresses import (
-    captured_addresses,
-    egress_interface,
-    interface_addresses,
-    read_limits,
-)
-from holmes_ext.cluster.net_plugin import nccl_of_node
-from holmes_ext.cluster.node_report import (
-    NodeReport,
-    lab_remark,
-    node_identity,
-    node_name,
-    sysfs_root,
-)
+from holmes_ext.cluster.node_report import lab_remark, sysfs_root
 from holmes_ext.cluster.spec import SiteSpec, load_spec
-from holmes_ext.cluster.sysfs.node import read_nics
-from holmes_ext.doctor import frameworks, nccl, variables
 from holmes_ext.doctor.allocation import allocated, check_nodes, for_srun, srun
-from holmes_ext.doctor.command.check import check_command, variables_of_command
 from holmes_ext.doctor.finding import Finding
-from holmes_ext.doctor.in_use import check_used_nics, mark_unused
-from holmes_ext.doctor.nics import check_machine
-from holmes_ext.doctor.side_by_side import NodeCheck, compare, kind_of, load_check, part_for
-from holmes_ext.doctor.tcp import check_tcp
+from holmes_ext.doctor.node import check_node
+from holmes_ext.doctor.side_by_side import NodeCheck, compare, load_check, part_for
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches import all_patches, installed_versions
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start import launcher
 from holmes_ext.units import format_rate
@@ -167,7 +145,9 @@ def run(args: argparse.Namespace) -> int:
         )
     has_unusable_port = False
     if process.world_size > 1:  # started by a launcher on several nodes
-        check = None if process.local_rank else check_node(args, words, spec)
+        check = None
+        if process.local_rank == 0:  # one process of each node checks it
+            check = check_node(args.sysfs, words, spec, imports=args.check)
         documents = _collect_checks(process, check, args.timeout)
         has_unusable_port = args.preflight and _run_preflight(args, process)
         if process.rank:
@@ -177,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.nodes:
         checks = [load_check(path) for path in args.nodes]
     else:
-        checks = [check_node(args, words, spec)]
+        checks = [check_node(args.sysfs, words, spec, imports=args.check)]
     _check_distinct_names(checks)
     differences = compare(checks, spec)
     if args.json:
@@ -284,83 +264,6 @@ def _run_preflight(args: argparse.Namespace, process: launcher.Process) -> bool:
             time.sleep(_POLL_S)
             finished_ranks = current.store.add(key, 0)  # reads the counter
     return any(port.fault for node in current.site.nodes for port in node.ports)
-
-
-def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | None) -> NodeCheck:
-    """Check this node alone, and return its NICs, versions and findings.
-
-    Args:
-        args: Arguments of this command.
-        words: The training command to check.
-        spec: Content of cluster.toml, None if there is none.
-    """
-    is_live = os.path.realpath(args.sysfs) == "/sys"
-    has_captured_addresses = not is_live and captured_addresses(args.sysfs) is not None
-    # args.sysfs may be a copy of another machine's /sys. Other code finds it by HOLMES_SYSFS.
-    environ = dict(os.environ)
-    if not is_live:
-        environ["HOLMES_SYSFS"] = args.sysfs
-    name = node_name(os.environ)
-    nics = read_nics(args.sysfs, None if has_captured_addresses else interface_addresses())
-    node = NodeReport(
-        name,
-        identity=node_identity(),
-        # No job, so no master: for loopback, egress_interface() returns the default route's device.
-        ethernet=egress_interface("127.0.0.1") if is_live else "",
-        nics=nics,
-        nccl=nccl_of_node(environ, nics),
-    )
-    cluster_kind = kind_of(name, spec)  # "" if cluster.toml does not have this node
-    # `skipped` is why jobs do not use a NIC. mark_unused() changes it for NICs that cluster.toml leaves out.
-    marked_nics = mark_unused(nics, name, spec)
-    unused = [
-        marked.name for marked, nic in zip(marked_nics, nics) if marked.skipped != nic.skipped
-    ]
-    findings = check_used_nics(args.sysfs, marked_nics, is_live, is_in_cluster=bool(cluster_kind))
-    findings += check_machine(nics, cluster_kind, is_live)
-    job_environ = {**os.environ, **(variables_of_command(words) if words else {})}
-    findings += variables.check_variables(job_environ, nics, unused)
-    if spec and (spec.wan or spec.pairs):
-        findings += check_tcp(spec, name, read_limits(), os.environ)
-    findings += _check_frameworks(args.check)
-    if is_live:
-        findings += frameworks.check_compilers(environ)
-    if words:
-        findings += check_command(words, spec, os.environ, node)
-    for check in extensions.objects("doctor_checks").values():
-        findings += check()
-    findings += nccl.check_nccl(node.nccl, environ, nics, unused)
-    versions = {
-        "Python": platform.python_version(),
-        "holmes_ext": __version__,
-        **installed_versions(patch.feature for patch in all_patches()),
-    }
-    return NodeCheck(
-        node,
-        versions,
-        settings=variables.settings(os.environ),
-        findings=tuple(findings),
-        nccl=tuple(nccl.handed_over(node, spec, environ)),  # lines with the settings for NCCL
-    )
-
-
-def _check_frameworks(imports: bool) -> list[Finding]:
-    """Return the findings about the installed frameworks.
-
-    Args:
-        imports: Import the frameworks and check the real functions, not their source.
-    """
-    findings: list[Finding] = []
-    # Frameworks print while they are imported.
-    with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
-        # How each patch of holmes fits the framework: "fits", "off" with a reason, ...
-        fits = (frameworks.fit_of(patch, check=imports) for patch in all_patches())
-        findings += frameworks.check_patches(fits)
-        if imports:
-            findings += frameworks.check_replaced_functions(all_patches())
-    findings += frameworks.check_version_conflicts()
-    findings += frameworks.check_patching_libraries()
-    return findings
 
 
 def _collect_checks(

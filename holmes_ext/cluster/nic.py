@@ -71,8 +71,10 @@ class NicKind:
         return self.layer == "InfiniBand"
 
 
-#: Kinds of NICs by name, in the order in which `holmes discover` lists a node's NICs. If programs such as
-#: ibstat list several kinds on a node, `holmes discover` takes the first. Plans do not use the order: they
+#: Kinds of NICs by name; those of extensions come after those of holmes. The order matters in three places:
+#: if the patterns of several kinds match a NIC's driver (or a network device), the first kind is taken
+#: (sysfs/rdma.py, Nic.plugin_kind); if programs such as ibstat list several kinds on a node,
+#: `holmes discover` takes the first; and NICs are listed in this order. Plans do not use the order: they
 #: compare rates, then latencies (Fabric.preference).
 KINDS: dict[str, NicKind] = {
     "ib": NicKind(

@@ -94,12 +94,17 @@ def on_reduction(
 def reduction_for(group: Any, size: int, spec: ReductionSpec, device_type: str) -> Reduction | None:
     """Return the reduction that an extension makes for a group; None if no extension makes one.
 
+    DistributedDataParallel and GradientReducer call it for every group that has a plan, also for a group
+    inside a cluster. If the result is None, they use holmes's own reduction. DeepSpeed's own buckets are
+    reduced without it; only its pipeline engine with an overlapped reduction uses GradientReducer.
+
     All ranks of the group must call this function.
 
     Args:
         group: The process group.
         size: Bytes of gradients that the group sums in a step.
-        spec: The planned reduction of the group's gradients: algorithm, codec, overlap.
+        spec: The planned reduction of the group's gradients, a holmes_ext.plan.traffic.ReductionSpec:
+            clusters, chunk size, algorithm between clusters (`across`), compression, overlap.
         device_type: Device of the gradients, "cpu" or "cuda"; "" for the GPU if the host has a GPU, else the
             CPU.
     """

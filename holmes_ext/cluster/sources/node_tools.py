@@ -273,7 +273,7 @@ class _UsedPorts(NamedTuple):
 
 
 def _used_ports(ports: Sequence[_Port]) -> _UsedPorts:
-    """Return the ports to use: those that are up, of the fastest kind, and with the highest rate.
+    """Return the ports to use: those that are up, of the first kind in KINDS, and with the highest rate.
 
     Slower ports mostly belong to storage or management: a DGX H100 has 8 ports of 400 Gb/s for its GPUs.
 

@@ -58,7 +58,6 @@ from holmes_ext.plan.buckets import CHUNK_SHARE_BYTES, chunks_of
 from holmes_ext.runtime.compress import Residuals, codec
 from holmes_ext.runtime.reduce.direct import DirectExchange, DividedTensor, Relay
 from holmes_ext.runtime.reduce.steps import ThreadPipeline
-from holmes_ext.units import format_bytes
 
 if TYPE_CHECKING:
     from holmes_ext.plan.traffic import CrossClusterAlgorithm
@@ -224,11 +223,6 @@ class HierarchicalAllReduce:
     def close(self) -> None:
         """Finish the sums under way and end the threads."""
         self._pipeline.close()
-
-    def describe(self) -> str:
-        """Return this all-reduce in words, for messages to the user."""
-        chunk = format_bytes(self.chunk_bytes)
-        return f"hierarchical all-reduce over {len(self.clusters)} clusters, in chunks of {chunk}"
 
     @property
     def bytes_across(self) -> int:

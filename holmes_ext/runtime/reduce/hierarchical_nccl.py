@@ -50,7 +50,6 @@ from holmes_ext.plan.buckets import chunk_bytes as planned_chunk_bytes
 from holmes_ext.plan.buckets import chunks_of
 from holmes_ext.runtime.compress import Residuals, codec, residual_of
 from holmes_ext.runtime.groups.members import members_group
-from holmes_ext.units import format_bytes
 
 if TYPE_CHECKING:
     from holmes_ext.runtime.compress import ResidualMap
@@ -197,11 +196,6 @@ class HierarchicalCollectives:
 
     def close(self) -> None:
         """Do nothing: no thread runs here, unlike in HierarchicalAllReduce."""
-
-    def describe(self) -> str:
-        """Return this all-reduce in words, for messages to the user."""
-        chunk = format_bytes(self.chunk_bytes)
-        return f"hierarchical all-reduce over {self._cluster_count} clusters, in chunks of {chunk}"
 
     def _chunks(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         """Cut a tensor into chunks whose elements are a multiple of `multiple`, except the last chunk's."""

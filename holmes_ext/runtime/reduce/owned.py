@@ -36,7 +36,6 @@ import torch.distributed as dist
 from holmes_ext.runtime.backend import backend_of
 from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.reduce.steps import ThreadPipeline
-from holmes_ext.words import counted
 
 if TYPE_CHECKING:
     from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
@@ -158,10 +157,6 @@ class ReduceToOwners:
         """Finish the sums under way and end the thread."""
         if self._pipeline is not None:
             self._pipeline.close()
-
-    def describe(self) -> str:
-        """Return this reduction in words, for messages to the user."""
-        return f"reduction over {counted(len(self._ranks), 'rank')}, each part to the rank that owns it"
 
     def _reduce_along_chains(self, spans: list[_OwnedSpan]) -> None:
         """Sum each span (run of elements) along a chain of all ranks that ends at the span's owner.

@@ -46,10 +46,6 @@ class Reduction(Protocol):
         """Finish the sums under way and end the threads of the reduction, if it has any."""
         ...
 
-    def describe(self) -> str:
-        """Return the reduction in words, for messages to the user: "all-reduce over 8 ranks"."""
-        ...
-
 
 class FlatReduction:
     """torch's own all-reduce over a process group."""
@@ -66,10 +62,6 @@ class FlatReduction:
     def close(self) -> None:
         """Do nothing: this reduction has no threads."""
 
-    def describe(self) -> str:
-        """Return this all-reduce in words, for messages to the user."""
-        return f"all-reduce over {self._group.size()} ranks"
-
 
 class CallersReduction:
     """Reduction by a function that the caller of GradientReducer passed."""
@@ -85,8 +77,3 @@ class CallersReduction:
 
     def close(self) -> None:
         """Do nothing: the function belongs to the caller."""
-
-    def describe(self) -> str:
-        """Return this reduction in words, with the caller's function, for messages to the user."""
-        name = getattr(self._start_sum, "__qualname__", "function")
-        return f"all-reduce by the caller's {name}"

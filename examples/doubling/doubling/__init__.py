@@ -1,0 +1,1 @@
+"""Sums gradients across clusters by recursive doubling, with the flag --holmes-doubling."""
