@@ -41,6 +41,10 @@ This module imports only os and sys, which every interpreter has loaded already.
 import os
 import sys
 
+TYPE_CHECKING = False  # as typing.TYPE_CHECKING, without the import
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 #: Environment variable with the process id of the worker.
 MARKER = "HOLMES_WORKER_PID"
 
@@ -92,7 +96,7 @@ FLAGS_WITHOUT_VALUE = ("--holmes-check",)
 _started = False
 
 
-def arm():
+def arm() -> None:
     """Install an audit hook that runs _on_event() when the main program is about to start.
 
     holmes_ext.pth calls this function. The hook costs 50 ns for each audit event.
@@ -100,7 +104,7 @@ def arm():
     sys.addaudithook(_on_event)
 
 
-def _on_event(event, args):
+def _on_event(event: str, args: tuple[object, ...]) -> None:
     """Start holmes, or remove its flags from sys.argv, when the main program is about to start.
 
     This is an audit hook: Python calls it for every audit event. It acts only on events such as
@@ -124,7 +128,9 @@ def _on_event(event, args):
         strip_flags(sys.argv)
 
 
-def decide(kind, program, arguments, environ, child):
+def decide(
+    kind: str, program: str, arguments: list[str], environ: "Mapping[str, str]", child: bool
+) -> str:
     """Return whether holmes starts in this program, or only its flags are removed.
 
     Called only if the command line has a flag of holmes or the environment has HOLMES=1.
@@ -164,18 +170,18 @@ def decide(kind, program, arguments, environ, child):
     return "activate" if has_flags or not in_batch_step else "leave"
 
 
-def is_flag(argument):
+def is_flag(argument: str) -> bool:
     """Return whether a command-line argument is a flag of holmes."""
     return argument == "--holmes" or argument.startswith(("--holmes-", "--holmes="))
 
 
-def takes_value(argument):
+def takes_value(argument: str) -> bool:
     """Return whether the value of a flag of holmes is the next argument, not part of the flag (=VALUE)."""
     is_option = argument.startswith("--holmes-") and argument not in FLAGS_WITHOUT_VALUE
     return is_option and "=" not in argument
 
 
-def is_launcher(kind, program):
+def is_launcher(kind: str, program: str) -> bool:
     """Return whether a program starts workers, or is a tool such as pip, instead of being a worker."""
     if kind == "module":
         return any(program == name or program.startswith(name + ".") for name in _LAUNCHER_MODULES)
@@ -184,7 +190,7 @@ def is_launcher(kind, program):
     return os.path.basename(program) in _LAUNCHER_COMMANDS or program.endswith(_LAUNCHER_FILES)
 
 
-def is_worker(environ):
+def is_worker(environ: "Mapping[str, str]") -> bool:
     """Return whether a launcher gave this process a rank."""
     variables_of_launchers = (
         ("RANK", "WORLD_SIZE"),  # torchrun, deepspeed, accelerate
@@ -195,13 +201,13 @@ def is_worker(environ):
     return any(all(name in environ for name in variables) for variables in variables_of_launchers)
 
 
-def is_off(environ):
+def is_off(environ: "Mapping[str, str]") -> bool:
     """Return whether the environment switches holmes off: HOLMES=0, or "all" in HOLMES_DISABLE."""
     disabled = [name.strip() for name in environ.get("HOLMES_DISABLE", "").split(",")]
     return environ.get("HOLMES") == "0" or "all" in disabled
 
 
-def is_child(environ):
+def is_child(environ: "Mapping[str, str]") -> bool:
     """Return whether this process descends from a worker in which holmes was started.
 
     Such a worker has put its process id into HOLMES_WORKER_PID, which its children inherit. The id
@@ -217,7 +223,7 @@ def is_child(environ):
     return False
 
 
-def _parent(pid):
+def _parent(pid: int) -> int:
     """Return the id of a process's parent; 0 if it has none, or if the system hides the process."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
@@ -228,7 +234,7 @@ def _parent(pid):
         return 0
 
 
-def start(argv):
+def start(argv: list[str]) -> None:
     """Activate holmes in this process; further calls have no effect.
 
     Args:
@@ -251,7 +257,7 @@ def start(argv):
     activate(argv)
 
 
-def strip_flags(argv):
+def strip_flags(argv: list[str]) -> None:
     """Remove all flags of holmes and their values from a command line, in place, without checking them."""
     kept = []
     is_value = False  # whether the argument is the value of the flag before it

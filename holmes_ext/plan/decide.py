@@ -264,11 +264,10 @@ class Decisions:
                 return None
             family = family_of_class[pipeline_class]
             # The sum by pairs takes the part of the flat ring in the comparison.
-            families.append(
-                FamilyReductions(
-                    family, flat=by_pairs, hierarchical=joint, crossing_groups=family.count
-                )
+            reductions = FamilyReductions(
+                family, flat=by_pairs, hierarchical=joint, crossing_groups=family.count
             )
+            families.append(reductions)
         not_hierarchical = ReductionSpec(overlap=False, bucket_bytes=0)
         planned = self._hierarchical_if_faster(not_hierarchical, families)
         return None if planned is not_hierarchical else planned
@@ -278,10 +277,10 @@ class Decisions:
     def stage_links(self) -> tuple[StageLink, ...]:
         """Return the networks and groups of the messages from each stage to the next one.
 
-        With more than two stages, messages from the last to the first stage are included, which
-        interleaved schedules send. For each pipeline, a StageLink names the fabric, and the groups
-        too slow for the two ranks, which then need their own group: "pipeline" (of all stages),
-        "world" (of all ranks), "pipeline+world", or "" (none). Equal pipelines share one entry.
+        With more than two stages, messages from the last to the first stage are included, which interleaved
+        schedules send. For each pipeline, a StageLink names the fabric, and the groups too slow for the two
+        ranks, which then need their own group: "pipeline" (of all stages), "world" (of all ranks),
+        "pipeline+world", or "" (none). Equal pipelines share one entry.
         """
         plan = self.plan
         if plan.sizes is None:
@@ -294,7 +293,8 @@ class Decisions:
             for ranks in groups(plan.sizes, "pipeline")
         }
         result = []
-        for stage in range(stages if stages > 2 else stages - 1):
+        are_last_and_first_linked = stages - 1 <= 1  # as neighbours
+        for stage in range(stages - 1 if are_last_and_first_linked else stages):
             following = (stage + 1) % stages
             fabrics = []
             pair_groups = []

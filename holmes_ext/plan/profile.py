@@ -28,7 +28,7 @@ VERSION = 1
 #: biases, or padding of the vocabulary).
 _LAYER_BYTES_TOLERANCE = 0.05
 #: Index of a pass in a pair of numbers: (seconds of the forward pass, seconds of the backward pass).
-_FORWARD, _BACKWARD = 0, 1
+_PASSES = _FORWARD, _BACKWARD = 0, 1
 
 
 _Amount = Annotated[float, InRange(0, 1e30)]  # seconds or bytes
@@ -36,7 +36,7 @@ _Amounts = Annotated[
     tuple[float, ...], Each(InRange(0, 1e30), "a list of finite numbers, 0 or more")
 ]
 #: Numbers for (forward, backward).
-_Pair = Annotated[_Amounts, Satisfies(lambda values: len(values) == 2, "two numbers")]
+_Pair = Annotated[_Amounts, Satisfies(lambda values: len(values) == len(_PASSES), "two numbers")]
 
 
 @dataclass(frozen=True)

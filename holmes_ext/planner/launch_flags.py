@@ -206,8 +206,28 @@ def _megatron_lm(
         global_batch: Sequences of a step.
     """
     shape = candidate.shape
-    lacks = []
     flags = _sizes(candidate, model, global_batch)
+    flags += _megatron_lm_model_flags(candidate, model)
+    lacks = []
+    if shape.zero == 1:
+        flags.append("--use-distributed-optimizer")
+    if shape.zero > 1:
+        lacks.append(f"ZeRO {shape.zero} (its FSDP is another optimizer; limit zero=0,1)")
+    if candidate.placement.sizes.order == PIPELINES_FIRST:
+        flags.append("--use-tp-pp-dp-mapping")
+    reduction_flags, reduction_lacks = _megatron_lm_reduction(candidate)
+    return flags + reduction_flags, lacks + reduction_lacks
+
+
+def _megatron_lm_model_flags(candidate: Candidate, model: Model) -> list[str]:
+    """Return Megatron-LM's flags that divide the model further, and those of recomputation.
+
+    Args:
+        candidate: The plan.
+        model: The model, which may have experts.
+    """
+    shape = candidate.shape
+    flags = []
     if shape.context > 1:
         flags += ["--context-parallel-size", str(shape.context)]
     if model.experts:
@@ -220,28 +240,33 @@ def _megatron_lm(
         flags += ["--recompute-granularity", shape.recompute]
     if shape.recompute == "full":
         flags += ["--recompute-method", "uniform", "--recompute-num-layers", "1"]
-    if shape.zero == 1:
-        flags.append("--use-distributed-optimizer")
-    if shape.zero > 1:
-        lacks.append(f"ZeRO {shape.zero} (its FSDP is another optimizer; limit zero=0,1)")
-    if candidate.placement.sizes.order == PIPELINES_FIRST:
-        flags.append("--use-tp-pp-dp-mapping")
+    return flags
 
+
+def _megatron_lm_reduction(candidate: Candidate) -> tuple[list[str], list[str]]:
+    """Return Megatron-LM's flags for the plan's hierarchical reductions, and what it does not support.
+
+    Megatron-LM reduces hierarchically if its distributed optimizer has several instances, one in each
+    cluster. All stages have the same number of instances.
+
+    Args:
+        candidate: The plan.
+    """
     # Number of clusters of each stage that reduces hierarchically.
     cluster_counts = set()
     for content, reduction in zip(candidate.placement.stages, candidate.reductions):
         if reduction == "hierarchical":
             cluster_counts.add(len(content))
+    if not cluster_counts:
+        return [], []
     all_hierarchical = set(candidate.reductions) == {"hierarchical"}
-    if shape.zero == 1 and len(cluster_counts) == 1 and all_hierarchical:
+    if candidate.shape.zero == 1 and len(cluster_counts) == 1 and all_hierarchical:
         instances = cluster_counts.pop()
-        flags += ["--num-distributed-optimizer-instances", str(instances)]
-    elif cluster_counts:
-        lacks.append(
-            "hierarchical reduction without the distributed optimizer, or of some stages only (limit "
-            "reduction=flat, or zero=1)"
-        )
-    return flags, lacks
+        return ["--num-distributed-optimizer-instances", str(instances)], []
+    return [], [
+        "hierarchical reduction without the distributed optimizer, or of some stages only (limit "
+        "reduction=flat, or zero=1)"
+    ]
 
 
 def _megatron_lm_environment(candidate: Candidate) -> str:

@@ -39,6 +39,8 @@ from holmes_lab.lab import Lab
 from holmes_lab.network.inter_cluster import TUNED
 from holmes_lab.process.job import RunResult
 
+#: Largest difference of two runs' losses that rounding explains: they add the same numbers in another order.
+LOSS_TOLERANCE = 1e-6
 #: Node -> NIC -> bytes (received, sent).
 Counters = Mapping[str, Mapping[str, Sequence[int]]]
 

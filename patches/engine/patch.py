@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -86,7 +86,7 @@ class Feature:
     #: Function of holmes_ext that switches the feature on when a program imports it, instead of an option.
     enabling_function: str = ""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         # Raises InvalidRequirement, a ValueError, if the range is malformed.
         Requirement(self.versions)
 
@@ -187,11 +187,11 @@ class Patch:
     #: Called instead of the target as wrap(wrapped, instance, args, kwargs), the convention of the package
     #: wrapt. `wrapped` is the target, bound to `instance` if it is a method. `instance` is None for functions
     #: and static methods. The decorator by_name (wrap.py) makes such a function.
-    wrap: Callable | None = None
+    wrap: Callable[..., Any] | None = None
 
     #: Called as replace(original), returns the new value of the attribute. `original` is the value as it is
     #: stored in the module or class, e.g. a staticmethod object.
-    replace: Callable | None = None
+    replace: Callable[[Any], Any] | None = None
 
     #: Parameters that the target must have: otherwise the feature is switched off. The parameters that
     #: by_name (wrap.py) found are added.
@@ -200,7 +200,7 @@ class Patch:
     #: PEP 440 range of the feature's versions that have this target; "" for all of them.
     only: str = ""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         read_by_wrap = getattr(self.wrap, "parameters", ())
         without_duplicates = dict.fromkeys((*self.parameters, *read_by_wrap))
         # The dataclass is frozen, so a plain assignment would raise an error.

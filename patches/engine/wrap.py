@@ -409,7 +409,7 @@ def with_session(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     return wrap
 
 
-def inside(context: Callable[[], AbstractContextManager]) -> Callable[..., Any]:
+def inside(context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
     """Return a wrapper that runs a framework's function inside a context manager.
 
     For example, the context can measure how long each call takes. The wrapper is for Patch.wrap.

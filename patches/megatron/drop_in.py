@@ -34,7 +34,7 @@ _IMPORT_EARLIER = (
 
 
 @functools.cache
-def drop_in(enable: Callable[..., None]):
+def drop_in(enable: Callable[..., None]) -> Callable[..., Any]:
     """Return the function that programs call as holmes_ext.initialize_model_parallel.
 
     The returned function has the signature of megatron-core's initialize_model_parallel and calls
@@ -66,7 +66,7 @@ def drop_in(enable: Callable[..., None]):
         registry().enable([LATE_START.name])
 
     @functools.wraps(parallel_state.initialize_model_parallel)
-    def initialize_model_parallel(*args, **kwargs):
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
         holmes_is_off = session.active() is None
         if holmes_is_off:
             target = parallel_state.initialize_model_parallel

@@ -125,7 +125,7 @@ def _add_flags_to_megatron_deepspeed(
     """
     _check_first_ranks(current.plan)
 
-    def provider(parser, *args, **kwargs):
+    def provider(parser: Any, *args: Any, **kwargs: Any) -> Any:
         """Add the program's arguments to the parser, then the --holmes flags."""
         if extra_args_provider is not None:
             parser = extra_args_provider(parser, *args, **kwargs)
@@ -134,7 +134,7 @@ def _add_flags_to_megatron_deepspeed(
     return call(extra_args_provider=provider)
 
 
-def suggest_similar_flags(parser):
+def suggest_similar_flags(parser: Any) -> Any:
     """Make a parser suggest the --holmes flag that a misspelt flag resembles, in its usage error.
 
     argparse calls the parser's method error() for an unknown flag. The method is replaced on this object.
@@ -145,7 +145,7 @@ def suggest_similar_flags(parser):
     usage_error = parser.error  # prints the usage and a message, and exits
     holmes_flags = [PREFIX, *map(flag, names())]
 
-    def error(message):
+    def error(message: str) -> None:
         """Call usage_error with the message, and a suggestion for each misspelt flag in it."""
         parts = [message]
         for word in message.split():

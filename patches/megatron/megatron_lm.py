@@ -49,7 +49,7 @@ def _validate(current: Session, call: Call, instance: Any, args: Any) -> Any:
     return call()
 
 
-def _set_layout(current: Session, args) -> None:
+def _set_layout(current: Session, args: Any) -> None:
     """Set --pipeline-model-parallel-layout to the layers that holmes planned for each pipeline stage.
 
     If the user has split the layers, the user's split stays.
@@ -77,7 +77,7 @@ def _set_layout(current: Session, args) -> None:
         args.num_virtual_stages_per_pipeline_rank = None
 
 
-def _split_of_user(args) -> str:
+def _split_of_user(args: Any) -> str:
     """Return in words how the user splits the layers over the stages; "" if the user does not.
 
     A message to the user quotes the text. planned_layout() also compares it with the planned
@@ -93,7 +93,7 @@ def _split_of_user(args) -> str:
     return ", ".join(parts)
 
 
-def _set_overlap(current: Session, args) -> None:
+def _set_overlap(current: Session, args: Any) -> None:
     """Set --overlap-grad-reduce and --overlap-param-gather if holmes planned an overlap for a pipeline stage.
 
     Gradient reductions then overlap with the backward pass, in buckets. The format of the

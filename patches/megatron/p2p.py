@@ -164,11 +164,11 @@ def _start_batch_with_each_neighbour(
         return call()
 
     # call() takes the caller's arguments, but those that are given here replace them.
-    def exchange_with_previous():
+    def exchange_with_previous() -> Any:
         group_of_pair = groups.by_peer.get(prev_pipeline_rank, group)
         return call(tensor_send_next=None, tensor_recv_next=None, group=group_of_pair)
 
-    def exchange_with_next():
+    def exchange_with_next() -> Any:
         group_of_pair = groups.by_peer.get(next_pipeline_rank, group)
         return call(tensor_send_prev=None, tensor_recv_prev=None, group=group_of_pair)
 

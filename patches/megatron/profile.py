@@ -17,7 +17,7 @@ The interleaved schedule is refused: it runs a stage's layers in chunks, and a p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -168,7 +168,7 @@ def _timed_reduction(config: Any, prof: Profiler) -> Iterator[None]:
     """
     finalize = config.finalize_model_grads_func
 
-    def timed_finalize(*args, **kwargs):
+    def timed_finalize(*args: Any, **kwargs: Any) -> Any:
         """Call the program's function to reduce the gradients, and record its time as "reduce"."""
         with prof.span("reduce"):
             return finalize(*args, **kwargs)
@@ -233,7 +233,7 @@ def _publish(
     )
 
 
-def _during(kind: str):
+def _during(kind: str) -> Callable[..., Any]:
     """Return a wrapper that records each run of the wrapped function in the profile.
 
     Args:

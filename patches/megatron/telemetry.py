@@ -12,6 +12,7 @@ Three features need this:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -52,7 +53,7 @@ def _learn_sizes(call: Call, instance: Any) -> Any:
 
 
 @contextmanager
-def _recorded_forward_pass():
+def _recorded_forward_pass() -> Iterator[None]:
     """Record the forward pass of a micro-batch, run inside this context, as a span.
 
     It is put around megatron-core's forward_step. The first forward pass after an optimizer step

@@ -100,7 +100,7 @@ def defer_waits_for_reductions(module: Any) -> BucketReducer | None:
     return reducer
 
 
-def hierarchical_hook(state, bucket):
+def hierarchical_hook(state, bucket):  # type: ignore[no-untyped-def]  # the comment below says why
     """Average a bucket of gradients: the comm hook that holmes registers with DDP.
 
     If the program has registered a comm hook that does more than average, this function calls the program's

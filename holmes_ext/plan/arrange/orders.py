@@ -34,6 +34,9 @@ from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.placement import Content, Placement, merge_neighbours
 from holmes_ext.plan.sizes import PIPELINES_FIRST, Sizes
 
+#: Least number of parts (node types, components) for which neighbours on good links are a choice: two parts
+#: are neighbours in every order.
+LEAST_CHAINED = 3
 #: Groups of node types in the order of the stages; the types of a group share stages.
 Groups = tuple[tuple[int, ...], ...]
 #: Largest number of distinct orders for each number of types in a group, times the number of stages.
@@ -198,7 +201,7 @@ class Orders:
         Args:
             group_size: Number of node types in a group; these share pipeline stages.
         """
-        if not self.network.wan or len(self.node_types) < 3:
+        if not self.network.wan or len(self.node_types) < LEAST_CHAINED:
             return
 
         def cost(pair: tuple[int, int]) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from itertools import islice, permutations
 from typing import NamedTuple, TypeVar
 
 from holmes_ext.plan.across import best_order, distinct_orders, order_count, swap_pairs
-from holmes_ext.plan.arrange.orders import Blocks, best_order_of_classes, classes_of
+from holmes_ext.plan.arrange.orders import LEAST_CHAINED, Blocks, best_order_of_classes, classes_of
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.engine import FLAT, HIERARCHICAL
@@ -444,7 +444,7 @@ class _Search:
             # The last stages end their backward passes first: slow reductions belong there.
             distinct.sort(key=self._reduction_s)
             self.accept_if_better(with_equal_together(distinct))
-        if self.network.wan and 2 < len(distinct) <= MOST_CHAINED:  # chains over good links
+        if self.network.wan and LEAST_CHAINED <= len(distinct) <= MOST_CHAINED:  # over good links
             for chain in self._chains(distinct):
                 self.accept_if_better(with_equal_together(chain))
             distinct = list(dict.fromkeys(self.best))  # swaps begin with the best order so far

@@ -33,6 +33,8 @@ _TOO_LONG_S = 1e6
 _SHORTEST_S = 1e-300  # above 0
 #: Largest rate of a fitted curve, as a multiple of the rate of the largest message.
 _MOST_ABOVE_LAST = 1.1
+#: Least number of points of a fitted curve: its slope, 8 / rate, is that between the last two.
+_LEAST_POINTS = 2
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def fit(samples: Iterable[tuple[float, float]], source: str = "link curve") -> C
     for size, seconds in sorted(samples, reverse=True):
         least_s = min(least_s, seconds)
         points.insert(0, (float(size), least_s))
-    if len(points) < 2 or points[0][0] <= 0 or points[0][1] <= 0:
+    if len(points) < _LEAST_POINTS or points[0][0] <= 0 or points[0][1] <= 0:
         raise HolmesError(f"{source}: a curve needs two or more points, sizes and times above 0")
     (low, low_s), (high, high_s) = points[-2:]  # the two largest messages
     last_bps = 8 * high / high_s  # contains the latency, so the true rate is not below it

@@ -21,6 +21,7 @@ from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.plan.cost.network import FREE, Load, Network, Price
 from holmes_ext.plan.cost.reductions import (
     NONE,
+    ZERO_GRADIENTS,
     Hierarchical,
     PricedReduction,
     Sharded,
@@ -360,7 +361,7 @@ class ReductionPrices:
         """
         rules = self.rules
         # ZeRO 2 and 3 reduce-scatter the gradients of each micro-batch instead.
-        sums_once_a_step = rules.zero < 2
+        sums_once_a_step = rules.zero < ZERO_GRADIENTS
         is_allowed = not self.stock and HIERARCHICAL in rules.reductions
         if not sums_once_a_step or not is_allowed:
             return None

@@ -132,6 +132,8 @@ MOST_STREAMS = 8
 STREAM_SHARE = 0.8
 #: Sizes for which `faster_from` compares two reductions: powers of two from 1 KiB to 1 GiB.
 _COMPARED_BYTES: tuple[int, ...] = tuple(2**power for power in range(10, 31))
+#: Stages with a copy of a tied weight: the first and the last.
+_TIED_STAGES = 2
 
 
 @dataclass(frozen=True)
@@ -510,7 +512,8 @@ def _can_be_hierarchical(
         request: The groups, and how they reduce.
         members: Nodes and ranks of a group, by cluster.
     """
-    if len(members.parts) < 2:
+    is_in_one_cluster = len(members.parts) <= 1
+    if is_in_one_cluster:
         return False
     # For each cluster with several nodes of the group: these nodes.
     with_several_nodes = [
@@ -751,7 +754,8 @@ def _step_across_clusters(
 
 #: Seconds or bytes: a number for each type of layer (embedding, block, output).
 Row = tuple[float, ...]
-_ZERO_OPTIMIZER, _ZERO_GRADIENTS, _ZERO_WEIGHTS = 1, 2, 3
+#: ZeRO stages, by what they shard besides that of the stage before.
+ZERO_OPTIMIZER, ZERO_GRADIENTS, ZERO_WEIGHTS = 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -762,7 +766,7 @@ class Sharded(PricedReduction):
     `load`. A reduce-scatter or an all-gather takes half of its time (see scatter_share).
     """
 
-    zero: int = _ZERO_OPTIMIZER  # ZeRO stage
+    zero: int = ZERO_OPTIMIZER  # ZeRO stage
     weight_bytes_per_gradient_byte: float = 0.5  # in the dtypes in which they are sent
     scatter_share: float = 0.5  # time of a reduce-scatter, as a part of an all-reduce's
     #: Hybrid sharding: all-reduce of a shard's gradient among the clusters, and number of shards.
@@ -800,9 +804,9 @@ class Sharded(PricedReduction):
         ZeRO 2 and 3 have further collectives in each micro-batch (see `passes`).
         """
         # A sum of prices adds up seconds per byte and latencies.
-        if self.zero == _ZERO_OPTIMIZER:
+        if self.zero == ZERO_OPTIMIZER:
             return self.scatter + self.shard_sum + self.gather
-        if self.zero == _ZERO_GRADIENTS:
+        if self.zero == ZERO_GRADIENTS:
             return self.gather
         return FREE
 
@@ -826,9 +830,9 @@ class Sharded(PricedReduction):
         Returns:
             Seconds of each type of layer in the forward pass, and in the backward pass.
         """
-        if self.zero < _ZERO_GRADIENTS:
+        if self.zero < ZERO_GRADIENTS:
             return forward, backward  # ZeRO 1 has no collectives in a micro-batch
-        gather = self.gather if self.zero == _ZERO_WEIGHTS else FREE
+        gather = self.gather if self.zero == ZERO_WEIGHTS else FREE
         backward_gather = gather.scaled(self.regathered_share)
         # Seconds of each collective, by type of layer.
         gather_s = _seconds_of(gather, sizes)
@@ -921,7 +925,8 @@ def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:
     # By cluster: nodes of a group in it (`parts`, in sets of equal nodes), and number of its ranks.
     members = _by_cluster(network, family)
     sizes = set(members.ranks.values())
-    if len(members.parts) < 2 or len(sizes) > 1:
+    is_in_one_cluster = len(members.parts) <= 1
+    if is_in_one_cluster or len(sizes) > 1:
         return []
     (ranks,) = sizes  # the only number of ranks, of every cluster
     families = []
@@ -1050,8 +1055,8 @@ def tied_hierarchical(
     borders = sum(cluster != following for cluster, following in zip(clusters, clusters[1:]))
     # Each stage has half of the ranks. So each lies in a single cluster if the cluster changes once
     # along the ring, in the middle.
-    are_apart = 2 * first_ranks == family.ranks and borders == 1
-    has_single_pair = family.ranks == 2
+    are_apart = _TIED_STAGES * first_ranks == family.ranks and borders == 1
+    has_single_pair = family.ranks == _TIED_STAGES  # one rank on each stage
     is_without_holmes = network.single_fabric is not None
     if is_without_holmes or has_single_pair or not are_apart:
         return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Hashable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from holmes_ext.plan.cost.reductions import Tag
@@ -24,6 +25,99 @@ class PassOperations(NamedTuple):
 
     needs: Operations  # before a layer, such as waiting for its weights
     launches: Operations  # after a layer, such as sending its gradients
+
+
+@dataclass(frozen=True)
+class _ShardedPass:
+    """Collectives of the layers in one pass of a rank under ZeRO 2 and 3.
+
+    A layer is given by its index in `layers`. A collective is one of these:
+
+        weights    gather of the layer's weights
+        scatter    reduce-scatter of its gradients among the ranks that share a copy of the model
+        across     sum of its gradients between clusters, if each cluster has a copy of the model
+                   (hybrid sharding)
+    """
+
+    transfers: Container[Hashable]  # keys of all collectives of the step
+    stage: int
+    layers: list[int]  # in the order of the pass
+    letter: str  # "F" for a forward pass, "B" for a backward pass
+    micro_batch: int
+    #: Classes of the pipelines whose ranks share a copy of the model, and of those that sum gradients.
+    sharing_classes: Hashable
+    summing_classes: Hashable
+
+    def weights(self, index: int) -> list[Op]:
+        """Return the operations before a layer that gather its weights, without overlap."""
+        return [*self._post("weights", index), *self._wait("weights", index)]
+
+    def prefetched_weights(self, index: int) -> list[Op]:
+        """Return the operations before a layer: the wait for its weights, and the next layer's gather."""
+        ops = []
+        if index == 0:  # there is no earlier layer that could have started the gather
+            ops += self._post("weights", index)
+        ops += self._wait("weights", index)
+        ops += self._post("weights", index + 1)
+        return ops
+
+    def gradients(self, index: int) -> list[Op]:
+        """Return the operations after a layer that sum its gradients, without overlap."""
+        return [
+            *self._post("scatter", index),
+            *self._wait("scatter", index),
+            *self._post("across", index),
+            *self._wait("across", index),
+        ]
+
+    def overlapped_gradients(self, index: int) -> list[Op]:
+        """Return the operations after a layer: its reduce-scatter, and the wait for the previous layer's.
+
+        After the last layer of the pass, all sums that are still on their way are awaited.
+        """
+        is_last = index == len(self.layers) - 1
+        scattered = [index - 1]  # its gradients had the time of a layer to arrive
+        if is_last:
+            scattered.append(index)
+        ops = self._post("scatter", index)
+        for earlier in scattered:
+            ops += self._wait("scatter", earlier)
+            ops += self._post("across", earlier)
+        if is_last:
+            for earlier in range(len(self.layers)):
+                ops += self._wait("across", earlier)
+        return ops
+
+    def _post(self, collective: str, index: int) -> list[Op]:
+        """Return the operation that starts a layer's collective; [] if there is none."""
+        tag = self._tag(collective, index)
+        return [("post", (tag, self.micro_batch))] if tag else []
+
+    def _wait(self, collective: str, index: int) -> list[Op]:
+        """Return the operation that waits for a layer's collective; [] if there is none."""
+        tag = self._tag(collective, index)
+        span_kind = "gather" if collective == "weights" else "reduce"
+        return [("wait", (tag, self.micro_batch), span_kind, self.micro_batch)] if tag else []
+
+    def _tag(self, collective: str, index: int) -> Tag | None:
+        """Return the key of a layer's collective in `transfers`; None if there is none.
+
+        The key is (collective, stage, pipeline classes, layer). For "weights" the letter of the
+        pass follows. The pipeline classes are those whose ranks take part in the collective.
+
+        Args:
+            collective: "weights", "scatter" or "across".
+            index: Index of the layer; if it is outside of `layers`, there is no such layer.
+        """
+        if not 0 <= index < len(self.layers):
+            return None
+        pipeline_classes = self.sharing_classes
+        if collective == "across":
+            pipeline_classes = self.summing_classes
+        tag: Tag = (collective, self.stage, pipeline_classes, self.layers[index])
+        if collective == "weights":
+            tag = (*tag, self.letter)
+        return tag if tag in self.transfers else None
 
 
 class CollectiveOps(Collectives):
@@ -139,73 +233,31 @@ class CollectiveOps(Collectives):
             letter: "F" for a forward pass, "B" for a backward pass.
             micro_batch: Micro-batch of the pass.
         """
-        needs: Operations = {}
-        launches: Operations = {}
-        # shards: groups of ranks among which the model is divided. group: groups of ranks that sum
-        # the gradients. They differ if each cluster has a whole model (hybrid sharding). Then the
-        # gradients are summed inside the shards' groups, and "across" sums between clusters.
-        shards = self.shards[pipeline_class, stage]
-        group = self.groups[pipeline_class, stage]
         layers = list(range(*self.ranges[stage]))
         if letter == "B":
             layers.reverse()
-
-        def tag_of(collective: str, index: int) -> Tag | None:
-            """Return the key of a layer's collective in self.transfers; None if there is none.
-
-            The key is (collective, stage, pipeline classes, layer). For "weights" the letter of the
-            pass follows. The pipeline classes are those whose ranks take part in the collective.
-
-            Args:
-                collective: "weights" (gather), "scatter", or "across" (between clusters).
-                index: Position of the layer in `layers` (the order of the pass); if it is outside,
-                    there is no such layer.
-            """
-            if not 0 <= index < len(layers):
-                return None
-            participants = shards  # the ranks that share a copy of the model
-            if collective == "across":
-                participants = group  # all ranks that sum gradients
-            tag: Tag = (collective, stage, participants.pipeline_classes, layers[index])
-            if collective == "weights":
-                tag = (*tag, letter)
-            return tag if tag in self.transfers else None
-
-        def post(collective: str, index: int) -> list[Op]:
-            """Return the operation that starts a layer's collective; [] if there is none."""
-            tag = tag_of(collective, index)
-            return [("post", (tag, micro_batch))] if tag else []
-
-        def wait(collective: str, index: int) -> list[Op]:
-            """Return the operation that waits for a layer's collective; [] if there is none."""
-            tag = tag_of(collective, index)
-            span_kind = "gather" if collective == "weights" else "reduce"
-            return [("wait", (tag, micro_batch), span_kind, micro_batch)] if tag else []
-
-        prefetch = self.run.prefetch
-        last = len(layers) - 1
+        collectives = _ShardedPass(
+            transfers=self.transfers,
+            stage=stage,
+            layers=layers,
+            letter=letter,
+            micro_batch=micro_batch,
+            sharing_classes=self.shards[pipeline_class, stage].pipeline_classes,
+            summing_classes=self.groups[pipeline_class, stage].pipeline_classes,
+        )
+        needs: Operations = {}
+        launches: Operations = {}
         for index, layer in enumerate(layers):
-            if prefetch:
-                first = post("weights", 0) if index == 0 else []  # no layer before it has sent them
-                needs[layer] = [*first, *wait("weights", index), *post("weights", index + 1)]
+            if self.run.prefetch:
+                needs[layer] = collectives.prefetched_weights(index)
             else:
-                needs[layer] = [*post("weights", index), *wait("weights", index)]
+                needs[layer] = collectives.weights(index)
             if letter != "B":
                 continue
-            ops = post("scatter", index)
-            if prefetch:
-                # The layer before, and after the last layer that layer itself, have had time to
-                # arrive.
-                scattered = [index - 1, index] if index == last else [index - 1]
-                for earlier in scattered:
-                    ops += [*wait("scatter", earlier), *post("across", earlier)]
-                if index == last:
-                    for earlier in range(len(layers)):
-                        ops += wait("across", earlier)
+            if self.run.prefetch:
+                launches[layer] = collectives.overlapped_gradients(index)
             else:
-                ops += wait("scatter", index)
-                ops += [*post("across", index), *wait("across", index)]
-            launches[layer] = ops
+                launches[layer] = collectives.gradients(index)
         return PassOperations(needs, launches)
 
     def after(self, pipeline_class: int, stage: int) -> Iterator[Op]:

@@ -27,10 +27,18 @@ from holmes_ext.planner.html import pictures
 from holmes_ext.planner.html.page import heading, page, paragraphs, table
 from holmes_ext.samples import examples
 from holmes_lab.cli import gpu_demo, joined_demo
-from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
+from holmes_lab.compare import (
+    LOSS_TOLERANCE,
+    Series,
+    Variant,
+    all_rdma,
+    compare,
+    max_loss_difference,
+)
 from holmes_lab.process.ranks import interleave
 
 WARM_UP_STEPS = 3  # first steps of a run, not measured
+LEAST_STEPS = 2 * WARM_UP_STEPS  # of a run: at least as many are measured
 #: Number of nodes of the cluster file, each with one rank, and of pipeline stages.
 NODE_COUNT, STAGE_COUNT = 4, 2
 #: Arguments of examples/deepspeed_pipeline.
@@ -125,8 +133,10 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.joined:
         return joined_demo.run(args.json, max(args.steps, 160), args.output)
-    if args.repetitions < 1 or args.steps < 6:
-        raise HolmesError("holmes demo: --repetitions must be 1 or more and --steps 6 or more")
+    if args.repetitions < 1 or args.steps < LEAST_STEPS:
+        raise HolmesError(
+            f"holmes demo: --repetitions must be 1 or more and --steps {LEAST_STEPS} or more"
+        )
     if args.gpu:
         return gpu_demo.run(args.json, SCRIPT, CLUSTER, args.steps)
     screen = Screen(stderr=args.json)
@@ -153,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.json:
         print(json.dumps(result))
-    return 0 if result["max_loss_difference"] <= 1e-6 else 1
+    return 0 if result["max_loss_difference"] <= LOSS_TOLERANCE else 1
 
 
 def _measure(

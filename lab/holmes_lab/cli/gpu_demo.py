@@ -17,6 +17,7 @@ from holmes_ext.cluster.spec import load_spec
 from holmes_ext.samples import examples
 from holmes_lab.cli import lab_gpu
 from holmes_lab.cli.gpu_build import BuildProgress
+from holmes_lab.compare import LOSS_TOLERANCE
 from holmes_lab.gpu.job import Gpus
 from holmes_lab.gpu.libraries import libraries
 from holmes_lab.lab import Lab
@@ -99,4 +100,4 @@ def run(as_json: bool, script_flags: list[str], cluster: str, steps: int) -> int
                 }
             )
         )
-    return 0 if difference <= 1e-6 else 1
+    return 0 if difference <= LOSS_TOLERANCE else 1

@@ -27,6 +27,7 @@ from holmes_lab.lab import Lab
 from holmes_lab.launchers.command import NEEDS, start_with_launcher
 from holmes_lab.launchers.daemons import Daemons
 from holmes_lab.measure import TOLERANCE, BetweenClustersRow, LinkRow, measure
+from holmes_lab.process.job import TIMED_OUT
 from holmes_lab.process.ranks import interleave
 from holmes_lab.process.shell import run_on_host, running_host
 
@@ -268,7 +269,8 @@ def _run(args: argparse.Namespace) -> int:
             f"holmes lab: its timings are {BOUND_TEXT}, which were {result.busy:.0%} busy",
             file=sys.stderr,
         )
-    if args.timeout is not None and result.returncode == 124 and result.first_failed is None:
+    has_timed_out = result.returncode == TIMED_OUT and result.first_failed is None
+    if args.timeout is not None and has_timed_out:
         print(f"holmes lab: ended after {args.timeout:g} s (--timeout)", file=sys.stderr)
     elif result.first_failed is not None:
         printer.failed(result.first_failed, result.returncode, result.lines)

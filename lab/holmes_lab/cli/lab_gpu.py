@@ -49,6 +49,7 @@ NICS = (
     Column("sent", right=True),
     Column("received", right=True),
 )
+LEAST_MEMORY_MB = 64  # memory of an emulated GPU that NCCL and torch take themselves
 HUNG = 125  # exit status of a job that was ended because it hung
 NOT_EMULATED = 2  # exit status of a job that used something that is not emulated
 _MISSING = re.compile(r"emulated GPU: (.* not emulated.*|this machine has no .*)")
@@ -144,8 +145,10 @@ def gpus_of(
     memory_mb = (
         16384 if args.gpu_memory is None else parse_size(args.gpu_memory, "--gpu-memory") >> 20
     )
-    if memory_mb < 64:
-        raise HolmesError(f"--gpu-memory {args.gpu_memory}: NCCL and torch alone need 64 MB")
+    if memory_mb < LEAST_MEMORY_MB:
+        raise HolmesError(
+            f"--gpu-memory {args.gpu_memory}: NCCL and torch alone need {LEAST_MEMORY_MB} MB"
+        )
     clock = GpuClock() if args.accelerator is None else parse_clock(args.accelerator)
     with BuildProgress() as progress:
         libs = libraries(command, {**os.environ, **env}, args.nccl_source, progress)

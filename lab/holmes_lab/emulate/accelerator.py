@@ -51,6 +51,8 @@ from holmes_ext.errors import HolmesError
 
 VARIABLE = "HOLMES_LAB_ACCELERATOR"
 MARKER = "HOLMES_LAB_EMULATED"
+_HIDDEN_DIMENSIONS = 3  # of a layer's input: [batch, sequence, hidden]
+_MATRIX_DIMENSIONS = 2  # of the weights of linear layers
 #: Module of the class WeightGradients, by which pipeline schedules delay gradients of weights.
 WEIGHTS = "holmes_ext.runtime.reduce.weight_gradients"
 #: Folder with sitecustomize.py, for PYTHONPATH of ranks with emulated hardware.
@@ -226,7 +228,7 @@ class Pacer:
         """
         original = module_class.__call__
 
-        def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def emulated_call(module: Any, *args: Any, **kwargs: Any) -> Any:
             role = self._roles.get(type(module))
             if role is None:
                 role = self._roles[type(module)] = self._role_of(type(module))
@@ -236,8 +238,7 @@ class Pacer:
             has_attention = role is _Role.WITH_ATTENTION
             return self._call(original, module, args, kwargs, has_attention)
 
-        module_class.__call__ = __call__
-
+        module_class.__call__ = emulated_call
         return lambda: setattr(module_class, "__call__", original)
 
     def pace_delayed_gradients(self, weight_gradients: Any) -> Callable[[], None]:
@@ -296,14 +297,13 @@ class Pacer:
             parameters: Number of parameters of the layer.
             shape: Shape of its input: [batch, sequence, hidden] ([sequence, batch, hidden] with the layout
                 "sbh"), or [batch, sequence] for integer tokens.
-            has_attention: Whether the layer computes attention, besides products with its
-                parameters.
+            has_attention: Whether the layer computes attention, besides products with its parameters.
         """
-        has_hidden = len(shape) > 2  # the input is no integer tokens
+        has_hidden = len(shape) >= _HIDDEN_DIMENSIONS  # the input is no integer tokens
         if has_hidden:
             hidden = shape[-1]
             # With "sbh", the first of three dimensions is the sequence.
-            is_sequence_first = self.config.layout == "sbh" and len(shape) == 3
+            is_sequence_first = self.config.layout == "sbh" and len(shape) == _HIDDEN_DIMENSIONS
             sequence = shape[0] if is_sequence_first else shape[-2]
             tokens = math.prod(shape[:-1])
         else:
@@ -412,9 +412,8 @@ class Pacer:
         their seconds: it adds them to self._delayed_s, for the later call
         (pace_delayed_gradients()).
 
-        Only weight matrices, the parameters with two dimensions, have delayed gradients. Computing
-        them takes the FLOP of the forward products with these matrices. Attention has no weights,
-        so its FLOP are not moved.
+        Only weight matrices, the parameters with two dimensions, have delayed gradients. Computing them takes
+        the FLOP of the forward products with these matrices. Attention has no weights; its FLOP stay.
 
         Args:
             delayed: Key of self._delayed_s. It identifies the later call that computes the gradients.
@@ -424,7 +423,8 @@ class Pacer:
         Returns:
             The moved seconds. The caller subtracts them from the time of the backward pass.
         """
-        weights = sum(weight.numel() for weight in module.parameters() if weight.dim() == 2)
+        matrices = [weight for weight in module.parameters() if weight.dim() == _MATRIX_DIMENSIONS]
+        weights = sum(weight.numel() for weight in matrices)
         seconds = self.seconds(weights, shape, has_attention=False)
         self._delayed_s[delayed] += seconds
         return seconds

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,9 @@ class Job:
             logs.mkdir(parents=True, exist_ok=True)
         wire.send(supervisor, {"job": len(ranks)})
         for message in ranks:
-            log = open(logs / f"rank{message['rank']}.log", "wb") if logs is not None else None
+            log = None
+            if logs is not None:  # the file stays open as long as the rank prints
+                log = open(logs / f"rank{message['rank']}.log", "wb")  # noqa: SIM115
             ends = [self._pipe(message["rank"], stream, log) for stream in ("stdout", "stderr")]
             wire.send(supervisor, message, ends)
             for end in ends:
@@ -189,10 +192,8 @@ class Job:
             rank: The rank; None: all ranks.
             number: The signal.
         """
-        try:
+        with suppress(OSError):  # if the job supervisor has ended, its ranks have, too
             wire.send(self._supervisor, {"signal": int(number), "rank": rank})
-        except OSError:
-            pass  # the job supervisor has ended, and its ranks with it
 
     def _pipe(self, rank: int, stream: str, log: Any) -> int:
         """Make a pipe for the output of a rank, and return the descriptor of the end for the rank."""

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,9 @@ class KeeperProcess:
         Raises:
             HolmesError: The method failed, or the keeper has ended.
         """
-        try:
+        # If the keeper has ended, _answer() raises an error with the reason.
+        with suppress(BrokenPipeError, ConnectionResetError):
             wire.send(self._control, {"do": do, **arguments}, descriptors)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the keeper has ended: _answer() raises an error with the reason
         answer = self._answer()
         # The request failed if there is an error without an exit status. With a status, "error" is
         # the stderr of the program that Keeper.do_tool has run.

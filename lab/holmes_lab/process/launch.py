@@ -27,6 +27,7 @@ import select
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from holmes_lab.network import namespaces
@@ -59,9 +60,7 @@ def serve_job(job: socket.socket, run_script: Script | None = None) -> Entry | N
         for pidfd in [fd for fd in ready if fd in running]:
             rank, pid = running.pop(pidfd)
             os.close(pidfd)
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            # A negative status is the number of a signal.
-            _report(job, {"rank": rank, "status": status if status >= 0 else 128 - status})
+            _report(job, {"rank": rank, "status": _wait_for_status(pid)})
         if job.fileno() in ready:
             # A message to stop, with the number of ranks, with a signal, or to start a rank.
             message, descriptors = wire.receive(job)
@@ -70,9 +69,7 @@ def serve_job(job: socket.socket, run_script: Script | None = None) -> Entry | N
             if "job" in message:
                 expected = message["job"]
             elif "signal" in message:
-                for rank, pid in running.values():
-                    if message["rank"] in (None, rank):
-                        _signal(pid, message["signal"])
+                _signal_ranks(running, message)
             else:
                 pid = os.fork()
                 if pid == 0:
@@ -91,10 +88,29 @@ def serve_job(job: socket.socket, run_script: Script | None = None) -> Entry | N
 
 def _report(job: socket.socket, message: dict[str, Any]) -> None:
     """Send a message to the caller, unless it has ended."""
-    try:
+    # If the caller has ended, the loop of serve_job() finds this out next, and ends the ranks.
+    with suppress(BrokenPipeError, ConnectionResetError):
         wire.send(job, message)
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the caller has ended: the loop of serve_job() finds this out next, and ends the ranks
+
+
+def _wait_for_status(pid: int) -> int:
+    """Wait for the end of a rank, and return its exit status: 128 + n after signal n, as in a shell."""
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status < 0:  # the number of a signal
+        return 128 - status
+    return status
+
+
+def _signal_ranks(running: dict[int, tuple[int, int]], message: dict[str, Any]) -> None:
+    """Send a signal to a running rank, or to all.
+
+    Args:
+        running: Pidfd -> (rank, PID) of each running rank.
+        message: The message with the number of the "signal", and the "rank"; None: all ranks.
+    """
+    for rank, pid in running.values():
+        if message["rank"] in (None, rank):
+            _signal(pid, message["signal"])
 
 
 def _signal(pid: int, number: int) -> None:

@@ -66,7 +66,7 @@ def finish_gathers_before_state_dict(ddp: Any) -> None:
         # _gather_after_step() has started all gathers.
         group.next_param_gather_bucket_group = None
 
-    def wait(*_) -> None:
+    def wait(*_: Any) -> None:
         """Wait until all started gathers of the model's weights are complete.
 
         torch calls this hook with the module and other arguments. They are not needed.

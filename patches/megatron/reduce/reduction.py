@@ -195,7 +195,7 @@ def _reduction_group(arguments: Mapping[str, Any]) -> Any:
     return group or parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def _no_sync_between_micro_batches(config, ddp) -> None:
+def _no_sync_between_micro_batches(config: Any, ddp: Any) -> None:
     """Make megatron-core's schedules reduce gradients only in the last micro-batch of a step.
 
     The schedules run all other micro-batches inside the context config.no_sync_func(). A program
@@ -214,7 +214,7 @@ def _no_sync_between_micro_batches(config, ddp) -> None:
         config.no_sync_func = ddp.no_sync
 
 
-def _distributed_layout(arguments: Mapping[str, Any], elements: int):
+def _distributed_layout(arguments: Mapping[str, Any], elements: int) -> Any:
     """Return a layout of the distributed optimizer's gradients in buckets of the given size.
 
     DistributedDataParallel of megatron-core 0.18 and later takes such a layout as an argument. On
