@@ -1,5 +1,8 @@
-"""The coordinator over sockets: certificates, questions asked again, a restart, strangers, jobs that speak
-for others."""
+"""The coordinator over sockets.
+
+The tests cover certificates, repeated questions, a restart, strangers, and jobs that speak for
+others.
+"""
 
 import contextlib
 import socket
