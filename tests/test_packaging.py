@@ -94,7 +94,8 @@ def test_what_is_released_can_be_built_and_uploaded(built, tmp_path):
         checked.stdout + checked.stderr
     )
     assert zipfile.ZipFile(files[0]).namelist() == zipfile.ZipFile(built.wheel).namelist()
-    names = {name.partition("/")[2] for name in tarfile.open(files[1]).getnames()}
+    with tarfile.open(files[1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     more = {name for name in names if not (sources / name).exists() and ".egg-info" not in name}
     assert more == {"PKG-INFO", "setup.cfg"}, "what setuptools writes"
     assert {"holmes_ext", "patches", "examples", "holmes_ext.pth", "LICENSE"} <= {

@@ -63,7 +63,7 @@ def source(name: str, python: str) -> dict[str, str]:
 
 
 def test_every_file_of_requirements_has_a_lock():
-    assert LOCKS == sorted(path.stem for path in FOLDER.glob("*.txt"))
+    assert sorted(path.stem for path in FOLDER.glob("*.txt")) == LOCKS
 
 
 @pytest.mark.parametrize("name", LOCKS)

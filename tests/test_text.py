@@ -183,7 +183,7 @@ def wrong(line: str) -> str:
         missing = {word.partition("=")[0] for word in own if word.startswith("--")} - options(
             words[1]
         )
-        return f"no option {missing}" if missing and not theirs == words else ""
+        return f"no option {missing}" if missing and theirs != words else ""
     if head == "make":
         targets = (ROOT / "Makefile").read_text()
         return "" if re.search(rf"^{words[1]}:", targets, re.MULTILINE) else f"no target {words[1]}"

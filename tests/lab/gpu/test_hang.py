@@ -316,7 +316,7 @@ def page(directory, number: int, progress: int = 1) -> mmap.mmap:
 def answer(directory, number: int, mapped: mmap.mmap, state: dict) -> None:
     """As a rank's thread does."""
     (directory / f"rank{number}.json").write_text(json.dumps(state))
-    while not (asked := mapped[8:16]) != mapped[16:24]:
+    while (asked := mapped[8:16]) == mapped[16:24]:
         time.sleep(0.01)
     mapped[16:24] = asked
 
