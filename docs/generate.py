@@ -1,4 +1,6 @@
-"""Writes the generated blocks of README.md and docs/*.md. There are three kinds:
+"""Writes the generated blocks of README.md and docs/*.md.
+
+There are three kinds:
 
     <!-- generated: NAME --> ... <!-- /generated -->    a table or text from the code or the
                                                         results; NAME is a function of BLOCKS

@@ -79,17 +79,7 @@ def shown(row: Row) -> str:
     """
     unit, value = row["unit"], row["value"]
     if unit in ("s", "CPU s"):
-        largest = max(map(abs, (value, *row["spread"])))
-        if 0 < largest < 0.01:
-            if largest >= 1e-3:
-                factor, short_unit = 1e3, "ms"
-            elif largest >= 1e-6:
-                factor, short_unit = 1e6, "us"
-            else:
-                factor, short_unit = 1e9, "ns"
-            digits = 1 if largest * factor >= 10 else 2
-            return f"{spread(row, digits, factor)} {unit.replace('s', short_unit)}"
-        return f"{spread(row, 3 if abs(value) < 100 else 0)} {unit}"
+        return _shown_seconds(row)
     if unit == "x":
         return f"{spread(row, 2)} x"
     if unit == "%" or _is_fraction(unit):
@@ -115,6 +105,22 @@ def shown(row: Row) -> str:
     else:
         digits = 0
     return f"{spread(row, digits)} {unit}".rstrip()
+
+
+def _shown_seconds(row: Row) -> str:
+    """Return a number of seconds ("s") or of seconds of CPU ("CPU s") as shown() returns it."""
+    unit, value = row["unit"], row["value"]
+    largest = max(map(abs, (value, *row["spread"])))
+    if largest == 0 or largest >= 0.01:
+        return f"{spread(row, 3 if abs(value) < 100 else 0)} {unit}"
+    if largest >= 1e-3:
+        factor, short_unit = 1e3, "ms"
+    elif largest >= 1e-6:
+        factor, short_unit = 1e6, "us"
+    else:
+        factor, short_unit = 1e9, "ns"
+    digits = 1 if largest * factor >= 10 else 2
+    return f"{spread(row, digits, factor)} {unit.replace('s', short_unit)}"
 
 
 def _is_fraction(unit: str) -> bool:

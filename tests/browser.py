@@ -1,5 +1,7 @@
-"""Headless Chromium for tests of pages, over its DevTools protocol by pipe: no driver and no package is
-needed."""
+"""Headless Chromium for tests of pages, over its DevTools protocol by pipe.
+
+No driver and no package is needed.
+"""
 
 from __future__ import annotations
 
@@ -58,13 +60,15 @@ FAULTS = """(() => {
 
 
 def chromium() -> str:
-    """The path of a Chromium, "" where there is none."""
+    """Return the path of a Chromium, or "" if none is installed."""
     return next(filter(None, map(shutil.which, NAMES)), "")
 
 
 class Browser:
-    """One page of one Chromium; a context manager. errors: what its console and its loader have said since
-    open()."""
+    """One page of one Chromium; a context manager.
+
+    errors: what the console and the loader have reported since open().
+    """
 
     def __init__(self, folder: Path):
         (read, self._in), (self._out, write) = os.pipe(), os.pipe()
@@ -94,7 +98,7 @@ class Browser:
         os.close(self._out)
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """A command's result; what else arrives meanwhile is kept."""
+        """Return the result of a command, and keep the events that arrive before it."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         message |= {"sessionId": self._session} if self._session else {}
@@ -126,7 +130,7 @@ class Browser:
             self.errors.append(f"asked the network for {url}")
 
     def open(self, file: Path, width: int, dark: bool) -> dict[str, Any]:
-        """What FAULTS says of the page in a window so wide (CSS pixels)."""
+        """Return what FAULTS reports of the page in a window of this width (CSS pixels)."""
         self.load(file, width, dark)
         return json.loads(self.evaluate(FAULTS))
 
@@ -153,5 +157,5 @@ class Browser:
             pass
 
     def picture(self) -> str:
-        """The whole page as PNG, base64."""
+        """Return the whole page as PNG, base64."""
         return self.ask("Page.captureScreenshot", captureBeyondViewport=True)["data"]

@@ -15,7 +15,7 @@ from holmes_ext.errors import HolmesError
 
 
 def nic_of(values) -> Nic:
-    """What asdict() of it was."""
+    """Return the NIC whose asdict() these values are."""
     return Table(values, "a NIC").into(Nic)
 
 
@@ -85,7 +85,11 @@ KINDS = ["truncate", "garbage", "byte", "text", "directory", "loop", "link", "fi
 
 
 def fuzz(base, rounds: int, seed: int) -> "tuple[int, int]":
-    """(rounds read without an error, rounds refused) of reading the cases with one to three damages each."""
+    """Read the cases with one to three damages each, and count the rounds.
+
+    Returns:
+        (rounds read without an error, rounds refused)
+    """
     rng = random.Random(seed)
     roots = [case(base / name) for name, case in CASES.items()]
     trees = [
@@ -159,7 +163,7 @@ JUNK = [
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """`data` after one to four cuts, insertions, exchanges of lines or single bytes."""
+    """Return `data` after one to four cuts, insertions, exchanges of lines or single bytes."""
     for _ in range(rng.randint(1, 4)):
         start = rng.randrange(len(data) + 1)
         stop = min(len(data), start + rng.choice((0, 1, 3, 20, 200)))

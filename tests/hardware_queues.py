@@ -1,5 +1,6 @@
-"""A device that starts kernels only from the heads of its hardware queues, and a host that now and then waits
-for it.
+"""A device that starts kernels only from the heads of its hardware queues.
+
+The host waits for the device now and then.
 
     program of a rank   Kernel(stream, what)      what: a message's name ("sent" and "received"
                                                   together are its end), or None for computing

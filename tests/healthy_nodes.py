@@ -303,14 +303,14 @@ def coreweave_h100(machine: Machine) -> None:
 
 
 def coreweave_pod(machine: Machine) -> None:
-    """A pod with rdma/ib: all HCAs, and a veth as its only network device."""
+    """Write a pod with rdma/ib: all HCAs, and a veth as its only network device."""
     for hca in range(8):
         machine.ib(f"ibp{hca}")
     machine.tree.virtual("eth0", speed=10000, iflink=41, addresses=["10.244.1.7/32"])
 
 
 def pod_sriov_roce(machine: Machine) -> None:
-    """The host's physical functions are seen, and their network devices are not."""
+    """Write a pod that has the host's physical functions, but not their network devices."""
     machine.tree.virtual("eth0", speed=10000, iflink=41, addresses=["10.244.1.7/24"])
     for number in range(2):
         function = machine.tree.pci(f"0000:4{number}:00.0", "mlx5_core", speed="32.0 GT/s PCIe")

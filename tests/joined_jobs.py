@@ -1,5 +1,7 @@
-"""Joined jobs for tests: each a thread with one rank, or processes that form a gloo world; a coordinator in
-this process."""
+"""Joined jobs for tests, with a coordinator in this process.
+
+Each job is a thread with one rank, or processes that form a gloo world.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ def _credentials_of(job: str, run: RunFolder) -> Credentials:
 def coordinator(
     port: int = 0, settings: OuterSettings | None = None, host: str = "127.0.0.1"
 ) -> Iterator[CoordinatorServer]:
-    """A coordinator on loopback; `told` are its events."""
+    """Start a coordinator on loopback; `told` are its events."""
     told: list[str] = []
     server = CoordinatorServer(host, port, served_run, told.append, settings=settings)
     server.told = told

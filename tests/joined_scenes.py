@@ -88,7 +88,7 @@ def check_progress(world: World) -> None:
     groups = groups_that_can_exchange(world)
     alive = [name for name, job in world.jobs.items() if not job.crashed]
     size = len(groups[0])
-    can_commit = 0 < size and len(alive) <= 2 * size and not is_dispute_of_two(world, alive)
+    can_commit = size > 0 and len(alive) <= 2 * size and not is_dispute_of_two(world, alive)
     if not can_commit and world.scene.policy == "next":
         return  # jobs with rounds=async train on meanwhile: they wait for no round
     begin = world.coordinator.state.number

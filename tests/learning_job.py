@@ -1,5 +1,7 @@
-"""A whole job of four ranks that learns: real threads and votes, steps by the simulation. For tests and
-benchmarks/adapt_simulated.py."""
+"""A whole job of four ranks that learns: real threads and votes, simulated steps.
+
+Tests and benchmarks/adapt_simulated.py use it.
+"""
 
 import sys
 import time
@@ -36,9 +38,14 @@ def options_with(**values: str) -> Options:
 
 
 class SimulatedJob:
-    """One whose ranks learn by real threads and votes. lines: what rank 0 said; documents: what it kept;
-    patient: a step lasts until the ranks' threads have nothing to do, as a step of a second does; gone:
-    seconds that the next step takes longer. Subclasses have step_told()."""
+    """Job of simulated steps, whose ranks learn by real threads and votes.
+
+    Subclasses have step_told().
+
+    lines: messages of rank 0; documents: what rank 0 kept; patient: a step lasts until the ranks'
+    threads have nothing to do, as a step of a second does; gone: seconds that the next step takes
+    longer.
+    """
 
     def __init__(self, where, sizes, stage_of, patient=False, **options):
         self.patient, self.clock, self.gone = patient, 0.0, 0.0
@@ -132,7 +139,7 @@ class LearningJob(SimulatedJob):
         return self.each(lambda traffic: traffic.in_flight)
 
     def step_told(self):
-        """(seconds of a step, what a rank is told of it)"""
+        """Return the seconds of a step, and the report of it that a rank gets."""
         passes = step_of(self.case, self.held(), self.micro_batches, self.slower)
         return step_s(passes), lambda one: (*self._told(one, passes), None)
 

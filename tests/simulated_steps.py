@@ -11,9 +11,14 @@ from holmes_ext.planner.simulate.step import simulate
 
 
 def step_of(case, held, micro_batches, slower=1.0):
-    """Of each stage its passes: (letter, micro-batch) -> (span, whether it was waited for). case: layers of
-    each stage, seconds of a layer's forward on the first (the second takes 1.3 times that, or `slower` of
-    it), Mb/s."""
+    """Simulate one step, and return the passes of each stage.
+
+    case: layers of each stage, seconds of a layer's forward on the first stage (the second takes
+    1.3 times that, or `slower` times), Mb/s.
+
+    Returns:
+        for each stage: (letter, micro-batch) -> (span, whether the pass was waited for)
+    """
     layers, each, rate = case
     model = Model(6, 64, 4, 128, 256, micro_batches=micro_batches, activation_width=4)
     row = tuple((0.0, *(each * factor,) * 6, 0.0) for factor in (1.0, 1.3 * slower))

@@ -4,8 +4,10 @@ from datetime import timedelta
 
 
 class Client:
-    """One rank's client of a HashStore that threads share: it has a timeout of its own, as a TCPStore's
-    client has."""
+    """One rank's client of a HashStore that threads share.
+
+    It has a timeout of its own, as a TCPStore's client has.
+    """
 
     def __init__(self, inner):
         self.inner, self.timeout = inner, timedelta(seconds=60)

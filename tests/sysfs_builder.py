@@ -15,7 +15,7 @@ DEFAULT_PREFIX = "fe80:0000:0000:0000"
 
 
 def mapped(ipv4: str) -> str:
-    """The IPv4-mapped GID of an address, as sysfs prints it."""
+    """Return the IPv4-mapped GID of an address, as sysfs prints it."""
     a, b, c, d = (int(x) for x in ipv4.split("."))
     return f"0000:0000:0000:0000:0000:ffff:{a:02x}{b:02x}:{c:02x}{d:02x}"
 
@@ -40,7 +40,7 @@ class Sysfs:
         file.write_text(f"{text}\n" if text != "" else "")
 
     def link(self, path: str, target: str) -> None:
-        """A relative link inside the tree, like the kernel's."""
+        """Make a relative link inside the tree, like the kernel's."""
         at = self.root / path
         at.parent.mkdir(parents=True, exist_ok=True)
         at.symlink_to(
@@ -56,7 +56,10 @@ class Sysfs:
         width: int = 16,
         physfn: str = "",
     ) -> str:
-        """A PCI function; returns its path. `physfn`: path of the physical function of a virtual one."""
+        """Make a PCI function and return its path.
+
+        `physfn`: path of the physical function of a virtual one.
+        """
         path = f"devices/pci{address[:7]}/{address}"
         self.write(
             f"{path}/uevent",
@@ -87,7 +90,7 @@ class Sysfs:
         return path
 
     def net(self, name: str, device: str, **more) -> str:
-        """A net device on a bus device."""
+        """Make a net device on a bus device."""
         path = self._net(name, f"{device}/net/{name}", **more)
         self.link(f"{path}/device", device)
         return path
@@ -231,8 +234,10 @@ class Sysfs:
         )
 
     def roce_port(self, hca, netdev, *ipv4, number=1, rate="100 Gb/sec (2X HDR)", **more) -> None:
-        """The GID table that Linux fills: link-local v1 and v2 first, then a v1 and a v2 entry for each
-        address."""
+        """Make a RoCE port with the GID table that Linux fills.
+
+        Link-local v1 and v2 entries come first, then a v1 and a v2 entry for each address.
+        """
         values = [f"{DEFAULT_PREFIX}:0e42:a1ff:fe65:5c6e", *map(mapped, ipv4)]
         texts = ("IB/RoCE v1", "RoCE v2")
         gids = {
@@ -247,7 +252,7 @@ class Sysfs:
 
 
 def copy_without_links(source: Path, target: Path) -> Path:
-    """What copying class/ with links followed gives (cp -L of what is needed): no link remains.
+    """Copy a tree as `cp -L` copies the needed parts of class/, so that no link remains.
 
     Of links to other devices (lower_*, virtfn*, ...) only empty folders remain: they lead round in circles.
     """
@@ -288,8 +293,11 @@ IB_PCI = (
 
 
 def dgx_a100(root) -> Path:
-    """8 InfiniBand HCAs (mlx5_0-3, 6-9), a dual-port storage HCA in Ethernet mode (mlx5_4, 5), 2 igb ports,
-    BMC USB."""
+    """Write a DGX A100.
+
+    It has 8 InfiniBand HCAs (mlx5_0-3, 6-9), a dual-port storage HCA in Ethernet mode (mlx5_4, 5),
+    2 igb ports and a BMC USB port.
+    """
     t = Sysfs(root)
     for n, (hca, address) in enumerate(zip((0, 1, 2, 3, 6, 7, 8, 9), IB_PCI)):
         device = t.pci(address, "mlx5_core", numa=[3, 3, 1, 1, 7, 7, 5, 5][n])
@@ -329,8 +337,10 @@ def dgx_a100(root) -> Path:
 
 
 def roce_lag(root) -> Path:
-    """A ConnectX-6 with both ports in a bond (one HCA, mlx5_bond_0), a VLAN on it, virtual functions,
-    containers."""
+    """Write a ConnectX-6 with both ports in a bond (one HCA, mlx5_bond_0).
+
+    The bond carries a VLAN; the node also has virtual functions and containers.
+    """
     t = Sysfs(root)
     pf = [t.pci(f"0000:41:00.{i}", "mlx5_core", numa=2) for i in (0, 1)]
     for i in (0, 1):
@@ -383,8 +393,10 @@ def roce_lag(root) -> Path:
 
 
 def dual_port(root) -> Path:
-    """One ConnectX-3 (one PCI function, two ports): port 1 InfiniBand with its own subnet, port 2
-    Ethernet."""
+    """Write one ConnectX-3 with one PCI function and two ports.
+
+    Port 1 is InfiniBand with its own subnet, port 2 is Ethernet.
+    """
     t = Sysfs(root)
     device = t.pci("0000:05:00.0", "mlx4_core", numa=0, speed="8 GT/s", width=8)
     t.hca("mlx4_0", device)
@@ -396,8 +408,10 @@ def dual_port(root) -> Path:
 
 
 def ports_down(root) -> Path:
-    """InfiniBand ports in every state short of ACTIVE, no subnet manager, and an Ethernet port without a
-    cable."""
+    """Write InfiniBand ports in every state short of ACTIVE.
+
+    There is no subnet manager. An Ethernet port has no cable.
+    """
     t = Sysfs(root)
     for i, (state, phys) in enumerate(
         (
@@ -424,7 +438,7 @@ def ports_down(root) -> Path:
 
 
 def aws_ena(root) -> Path:
-    """A cloud node with ENA Ethernet and an EFA device, which is no InfiniBand."""
+    """Write a cloud node with ENA Ethernet and an EFA device, which is no InfiniBand."""
     t = Sysfs(root)
     t.net(
         "ens5",
@@ -439,7 +453,10 @@ def aws_ena(root) -> Path:
 
 
 def container(root) -> Path:
-    """A pod: veth eth0 (and a second one), whose peers in the host have the same number by chance or not."""
+    """Write a pod with two veths, eth0 first.
+
+    The peers in the host have the same number by chance or not.
+    """
     t = Sysfs(root)
     t.virtual("eth0", speed=10000, iflink=41, addresses=["10.244.1.7/24", "fe80::7/64"])
     t.virtual("net1", speed=10000, addresses=["10.55.0.7/24"])

@@ -8,8 +8,11 @@ OFFSETS = {"a0": 0.0, "b0": 500.0}
 
 
 def step(rank, number, offset, exposed, traced=False):
-    """A step of one second: an all-reduce in the data group (rank 1 comes 0.1 s late), a message from rank 0
-    to 1."""
+    """Return a step of one second.
+
+    It has an all-reduce in the data group (rank 1 comes 0.1 s late), and a message from rank 0 to
+    1.
+    """
     begin = number * 1.0 - offset
     late = 0.1 * (rank == 1)
     line = {"step": number, "begin": begin, "end": begin + 1.0, "tokens": 640}
@@ -52,7 +55,10 @@ def step(rank, number, offset, exposed, traced=False):
 
 
 def write(directory, run="run1", ranks=(0, 1), steps=8, world=2, exposed=(0.4, 0.2), **head):
-    """The files of `ranks` in directory/run, which is returned; steps 2 and 5 are traced."""
+    """Write the files of `ranks` in directory/run, and return that folder.
+
+    Steps 2 and 5 are traced.
+    """
     place = directory / run
     place.mkdir(parents=True, exist_ok=True)
     for rank in ranks:

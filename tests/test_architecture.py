@@ -224,8 +224,11 @@ def tree(path: Path) -> ast.Module:
 
 @cache
 def imports(path: Path) -> tuple[tuple[str, bool, bool, int], ...]:
-    """(imported module or name in it, inside a function, only for type checkers, line) of every name
-    imported."""
+    """Return every name that a file imports.
+
+    Returns:
+        (imported module or name in it, inside a function, only for type checkers, line) of each
+    """
     found: list[tuple[str, bool, bool, int]] = []
 
     def walk(node: ast.AST, inside: bool, typing: bool) -> None:
@@ -246,8 +249,10 @@ def imports(path: Path) -> tuple[tuple[str, bool, bool, int], ...]:
 
 
 def own(name: str) -> str | None:
-    """The module of this package that an imported name is or is in; None for others, and for holmes_ext's
-    version."""
+    """Return the module of this package that an imported name is or is in.
+
+    None for other packages, and for holmes_ext's version.
+    """
     if name == "holmes_ext.__version__" or name.partition(".")[0] not in (
         "holmes_ext",
         "holmes_lab",
@@ -259,7 +264,7 @@ def own(name: str) -> str | None:
 
 
 def edges(module: str, top_only: bool = False) -> set[str]:
-    """The own modules that a module imports: anywhere, or when it is imported itself."""
+    """List the modules of this package that a module imports: anywhere, or when it is imported itself."""
     found = imports(modules()[module])
     names = {
         own(name) for name, inside, typing, _ in found if not (top_only and (inside or typing))
@@ -344,8 +349,11 @@ def test_no_two_sibling_folders_import_each_other():
 
 
 def test_no_circles():
-    """What imports nothing that is left, and what nothing left imports, is taken away; what remains is in
-    circles."""
+    """No modules import each other in a circle.
+
+    Modules that import nothing that is left, and modules that nothing left imports, are taken away.
+    The modules that remain are in circles.
+    """
     left = {module: edges(module) for module in modules()}
     while free := {
         m
@@ -368,7 +376,7 @@ def test_frameworks_only_in_patches():
 
 
 def test_the_lab_is_for_commands_tests_and_benchmarks():
-    """(That the other rooms leave it alone is the direction.)"""
+    """Other rooms do not import the lab: the test of the directions checks that."""
     starts_a_lab = ROOT / "examples" / "weights" / "lab.py"  # a command, not a part of a job
     for path in set((ROOT / "examples").rglob("*.py")) - {starts_a_lab}:
         assert not [name for name, *_ in imports(path) if name.startswith("holmes_lab")], path

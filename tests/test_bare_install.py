@@ -1,5 +1,7 @@
-"""The bare install (no torch, no framework), as on a login node or a laptop: rooms that import, commands that
-run."""
+"""The bare install (no torch, no framework), as on a login node or a laptop.
+
+The tests check which rooms can be imported and which commands run.
+"""
 
 import json
 import shutil

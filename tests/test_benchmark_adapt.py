@@ -1,5 +1,7 @@
-"""benchmarks/adapt_hours.py: a data-parallel job of simulated steps, whose Ethernet changes, follows within
-ten steps, by real votes."""
+"""benchmarks/adapt_hours.py: a data-parallel job of simulated steps follows a change of its Ethernet.
+
+It follows within ten steps, by real votes.
+"""
 
 import random
 import sys

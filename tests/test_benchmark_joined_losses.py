@@ -71,7 +71,7 @@ def real_jobs(settings):
 
 
 def simulated_jobs(settings):
-    """The same, as the benchmark simulates them."""
+    """Return the same jobs, as the benchmark simulates them."""
     jobs = [Job(number) for number in range(len(JOBS))]
     trainers = [SimpleNamespace(model=job.model, flat=flatten(job.model)) for job in jobs]
     loop = OuterLoop(settings, trainers)

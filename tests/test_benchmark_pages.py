@@ -124,7 +124,7 @@ def test_the_page_counts_the_planners_that_were_run():
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    """A results file "made.json" with two variants in two cases."""
+    """Write a results file "made.json" with two variants in two cases."""
     rows = [
         {"scene": case, "metric": metric, "value": value, "unit": "x", "spread": [value, value]}
         for case, metric, value in (

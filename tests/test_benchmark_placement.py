@@ -1,5 +1,7 @@
-"""benchmarks/placement.py: its lower bound against every placement of small matrices, its matrix against the
-file."""
+"""benchmarks/placement.py: its lower bound against every placement of small matrices.
+
+Its matrix is compared with the file.
+"""
 
 import random
 import sys

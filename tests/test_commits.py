@@ -1,5 +1,7 @@
-"""CONTRIBUTING's example commits (tests/commits): each is applied in a copy of the tree, touches as few files
-as it says, and does what it is for."""
+"""CONTRIBUTING's example commits (tests/commits), each applied in a copy of the tree.
+
+Each touches as few files as CONTRIBUTING says, and does what it is for.
+"""
 
 import os
 import re
@@ -92,7 +94,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of the package, without the C++ of the emulated GPU."""
+    """Copy the package, without the C++ of the emulated GPU."""
     place = tmp_path_factory.mktemp("tree")
     skipped = shutil.ignore_patterns("__pycache__", "csrc")
     shutil.copytree(ROOT / "holmes_ext", place / "holmes_ext", symlinks=True, ignore=skipped)

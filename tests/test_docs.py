@@ -63,8 +63,11 @@ def test_every_page_is_reached_from_the_readme():
 
 @pytest.mark.parametrize("page", generate.pages(), ids=lambda page: page.name)
 def test_what_is_generated_is_what_the_code_and_the_results_say(page):
-    """Flags, variables, features, commands, keys, metrics, the public list, README's figures, what commands
-    print."""
+    """The generated blocks agree with the code and the results.
+
+    These are flags, variables, features, commands, keys, metrics, the list of public names,
+    README's figures and the output of commands.
+    """
     text = page.read_text()
     way_out = (
         ".venv/bin/python docs/generate.py writes it; a change of docs/public.md belongs into "

@@ -12,7 +12,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "deepspeed_pipeline"
 
 
 def load(name):
-    """A module of the example under a name of its own: `data` and `options` are nobody's packages."""
+    """Import a module of the example under a name of its own: `data` and `options` are nobody's packages."""
     spec = importlib.util.spec_from_file_location(
         f"deepspeed_pipeline_{name}", EXAMPLE / f"{name}.py"
     )
@@ -33,7 +33,7 @@ def batches(micro_batches=2, data_ranks=2, data_rank=0, rows=3, seed=1, text=TEX
 
 
 def global_batch(step, micro_batches, data_ranks, **kwargs):
-    """The samples of a step over all ranks in the order of their numbers."""
+    """Return the samples of a step over all ranks in the order of their numbers."""
     ranks = [
         list(batches(micro_batches, data_ranks, rank, **kwargs).step(step))
         for rank in range(data_ranks)

@@ -12,8 +12,7 @@ import sysfs_builder
 import venvs
 
 from holmes_ext import extensions
-from holmes_ext.cli.main import _COMMANDS as own_commands
-from holmes_ext.cli.main import commands, main
+from holmes_ext.cli.main import _COMMANDS, commands, main
 from holmes_ext.errors import HolmesError
 from holmes_ext.extensions import Extension, Option
 from holmes_ext.options import Options, names, options_from, parse_flags
@@ -148,7 +147,7 @@ def test_without_the_lab_its_commands_say_what_to_install(installed, capsys):
     installed()
     assert main(["demo"]) == 2
     assert "demo needs the package holmes_lab: pip install ./lab" in capsys.readouterr().err
-    assert set(own_commands) | {"join", "weights"} == set(commands())
+    assert set(_COMMANDS) | {"join", "weights"} == set(commands())
 
 
 def test_the_built_in_ones_work_without_metadata(tmp_path):

@@ -1,5 +1,7 @@
-"""Files are written whole or not at all, links of other users are not followed, nobody is waited for without
-end."""
+"""Files are written whole or not at all.
+
+Links of other users are not followed, and nothing waits for anybody without end.
+"""
 
 import os
 import stat

@@ -1,6 +1,7 @@
 """Every reader of a user's file: pipes that nobody fills, endless devices, sparse files and lists in lists.
 
-They end in one line, or count as no file."""
+They end in one line, or count as no file.
+"""
 
 import os
 

@@ -111,7 +111,7 @@ def test_is_child_asks_for_an_ancestor():
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """An environment with holmes_ext's wheel, its switch replaced by the recording one."""
+    """Make an environment with holmes_ext's wheel, whose switch is replaced by a recording one."""
     python = venvs.make(tmp_path_factory.mktemp("switch") / "venv", venvs.built().wheel)
     (switch,) = python.parent.parent.glob("lib/*/site-packages/holmes_ext/job.py")
     switch.write_text(RECORDING_SWITCH)
@@ -131,7 +131,10 @@ class Case:
         return path
 
     def run(self, *arguments, expect=0, **environ):
-        """The activations of `python ARGUMENTS`, and its output read as JSON (None when there is none)."""
+        """Run `python ARGUMENTS`, and return its activations and its output.
+
+        The output is read as JSON (None when there is none).
+        """
         self.record.unlink(missing_ok=True)
         result = venvs.run(
             self.python, *arguments, cwd=self.folder, RECORD=str(self.record), **environ

@@ -29,7 +29,7 @@ def metadata(built):
 
 @pytest.fixture(scope="module", params=["wheel", "editable"])
 def python(request, built, tmp_path_factory):
-    """An environment with both distributions."""
+    """Make an environment with both distributions."""
     wheels = (built.wheel, built.lab_wheel)
     if request.param == "editable":
         wheels = (built.editable, built.lab_editable)
@@ -71,8 +71,11 @@ def test_the_pth_is_one_line(built):
 
 
 def test_what_is_released_can_be_built_and_uploaded(built, tmp_path):
-    """`python -m build` makes an sdist, and from it the wheel; `twine check` reads the metadata as PyPI
-    does."""
+    """Both release files can be built and pass `twine check`.
+
+    `python -m build` makes an sdist, and the wheel from it; `twine check` reads the metadata as
+    PyPI does.
+    """
     sources = venvs.copy_sources(tmp_path / "src")
     options = {"cwd": tmp_path, "env": venvs.clean_environ(), "capture_output": True, "text": True}
     made = subprocess.run(
@@ -91,7 +94,8 @@ def test_what_is_released_can_be_built_and_uploaded(built, tmp_path):
         checked.stdout + checked.stderr
     )
     assert zipfile.ZipFile(files[0]).namelist() == zipfile.ZipFile(built.wheel).namelist()
-    names = {name.partition("/")[2] for name in tarfile.open(files[1]).getnames()}
+    with tarfile.open(files[1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     more = {name for name in names if not (sources / name).exists() and ".egg-info" not in name}
     assert more == {"PKG-INFO", "setup.cfg"}, "what setuptools writes"
     assert {"holmes_ext", "patches", "examples", "holmes_ext.pth", "LICENSE"} <= {
@@ -199,8 +203,10 @@ EXTRAS = {
 @pytest.mark.parametrize("extra", ["", *EXTRAS])
 @pytest.mark.parametrize("release", ["wheel", "sdist"])
 def test_a_release_installs_in_a_clean_environment(built, release, extra, tmp_path):
-    """As a user does, from an index: pip install FILE[extra], and the commands work. The sdist once, without
-    extras."""
+    """Users install from an index: pip install FILE[extra], and the commands work.
+
+    The sdist is installed once, without extras.
+    """
     if release == "sdist" and extra:
         pytest.skip("what differs is the build, not the extras")
     file = built.wheel

@@ -1,5 +1,7 @@
-"""benchmarks/prediction.py where it runs nothing: the paper's three ratios, and every lab case can be
-predicted."""
+"""benchmarks/prediction.py where it runs nothing.
+
+It has the paper's three ratios, and every lab case can be predicted.
+"""
 
 import sys
 from pathlib import Path

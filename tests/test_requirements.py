@@ -63,7 +63,7 @@ def source(name: str, python: str) -> dict[str, str]:
 
 
 def test_every_file_of_requirements_has_a_lock():
-    assert LOCKS == sorted(path.stem for path in FOLDER.glob("*.txt"))
+    assert sorted(path.stem for path in FOLDER.glob("*.txt")) == LOCKS
 
 
 @pytest.mark.parametrize("name", LOCKS)
@@ -99,7 +99,10 @@ def test_locks_that_meet_in_one_environment_have_the_same_versions(python):
 
 
 def test_a_lock_names_all_that_its_packages_need():
-    """pip installs a lock with --no-deps. What is installed here must find its requirements in the lock."""
+    """A lock is installed with --no-deps, so all requirements of its packages must be in it.
+
+    Only packages that are installed here can be checked.
+    """
     versions = locked("dev", "{}.{}.{}".format(*sys.version_info[:3]))
     lacking = []
     for package in versions:

@@ -1,6 +1,8 @@
-"""Every block of README.md and docs/ that is neither generated nor run: its commands are known, its flags
-there, and its lines "holmes: ..." are messages of the source. What is none of these stands in KEPT, with the
-reason."""
+"""Every block of README.md and docs/ that is neither generated nor run.
+
+Its commands are known, its flags exist, and its lines "holmes: ..." are messages of the source.
+Other blocks stand in KEPT, with the reason.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,10 @@ OTHERS = {
 
 
 def blocks(text: str) -> list[list[str]]:
-    """The lines of each block of a page, without those that are made; a line that goes on is one."""
+    """Return the lines of each block of a page, without generated blocks.
+
+    A line that goes on is one line.
+    """
     return [lines_of(found[0]) for found in BLOCK.finditer(MADE.sub("", text))]
 
 
@@ -109,8 +114,11 @@ def lines_of(block: str) -> list[str]:
 
 @cache
 def messages() -> set[tuple[str, str]]:
-    """Every text of the source that has words enough to be known again: its longest part, and its pattern,
-    which has anything for what is filled in."""
+    """Return every text of the source that has enough words to be recognized.
+
+    Each has its longest part, and its pattern, in which anything may stand for a value that is
+    filled in.
+    """
     found = set()
     for path in [*(ROOT / "holmes_ext").rglob("*.py"), *(ROOT / "patches").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_bytes())):
@@ -128,8 +136,10 @@ def messages() -> set[tuple[str, str]]:
 
 
 def said(line: str) -> bool:
-    """Whether holmes can say this, whole parts of it at least: more than half of it are messages of the
-    source."""
+    """Return whether holmes can print this line, or whole parts of it.
+
+    More than half of it must be messages of the source.
+    """
     text, known = line.removesuffix("...").strip(), set()
     for part, pattern in messages():
         if part in text and (match := re.search(pattern, text)):
@@ -149,7 +159,10 @@ def options(command: str) -> set[str]:
 
 
 def wrong(line: str) -> str:
-    """What is wrong with a command; "" when nothing is, "not a command" for other text."""
+    """Return what is wrong with a command.
+
+    "" when nothing is, "not a command" for other text.
+    """
     try:
         words = shlex.split(re.sub("[<>]", "", line), comments=True)
     except ValueError:
@@ -170,7 +183,7 @@ def wrong(line: str) -> str:
         missing = {word.partition("=")[0] for word in own if word.startswith("--")} - options(
             words[1]
         )
-        return f"no option {missing}" if missing and not theirs == words else ""
+        return f"no option {missing}" if missing and theirs != words else ""
     if head == "make":
         targets = (ROOT / "Makefile").read_text()
         return "" if re.search(rf"^{words[1]}:", targets, re.MULTILINE) else f"no target {words[1]}"
@@ -236,8 +249,10 @@ def test_a_new_block_that_nothing_checks_is_found(text):
 
 
 def test_jobs_on_pages_have_printed_something():
-    """docs/generate.py --lab PAGE has filled them in; integration_tests/commands/test_pages.py runs them
-    again."""
+    """Blocks of jobs on pages are not empty: docs/generate.py --lab PAGE has filled them in.
+
+    integration_tests/commands/test_pages.py runs the jobs again.
+    """
     for page in generate.pages():
         for found in generate._LAB.finditer(page.read_text()):
             assert found[3].strip(), f"{page}: {found[2]}"

@@ -1,5 +1,7 @@
-"""Real installs in small fresh environments, for the tests of packaging and switching on. No network is
-needed."""
+"""Real installs in small fresh environments, for the tests of packaging and switching on.
+
+No network is needed.
+"""
 
 import atexit
 import functools
@@ -56,7 +58,7 @@ def built() -> Built:
 
 
 def copy_sources(to: Path) -> Path:
-    """A copy of what setup.py installs, so that a build leaves nothing in the working tree."""
+    """Copy what setup.py installs, so that a build leaves nothing in the working tree."""
     to.mkdir()
     for name in SOURCES:
         source = ROOT / name
@@ -70,8 +72,10 @@ def copy_sources(to: Path) -> Path:
 
 
 def build(sources: Path, out: Path, editable: bool = False) -> Path:
-    """The wheel that `pip install .` (or `-e .`) would build: the same PEP 517 (PEP 660) hook, without
-    isolation."""
+    """Build the wheel that `pip install .` (or `-e .`) would build.
+
+    It uses the same PEP 517 (PEP 660) hook, without isolation.
+    """
     hook = "build_editable" if editable else "build_wheel"
     out.mkdir(exist_ok=True)
     code = f"from setuptools import build_meta; build_meta.{hook}({str(out)!r})"
@@ -85,7 +89,7 @@ def build(sources: Path, out: Path, editable: bool = False) -> Path:
 
 
 def make(path: Path, *wheels: Path, dependencies: bool = False) -> Path:
-    """A new environment without pip, these wheels installed; the path of its python.
+    """Make a new environment without pip, install these wheels, and return the path of its python.
 
     dependencies: holmes_ext's own, without its extras, as links to those of this environment (no network is
     needed).
@@ -116,8 +120,10 @@ def make(path: Path, *wheels: Path, dependencies: bool = False) -> Path:
 
 
 def bare_dependencies() -> set[str]:
-    """What the bare install brings with it: the distributions that holmes_ext requires, and those that they
-    require."""
+    """List the distributions that holmes_ext requires, and those that they require.
+
+    The bare install brings them with it.
+    """
     found, todo = set(), ["holmes_ext"]
     while todo:
         for line in metadata.requires(todo.pop()) or ():
@@ -130,8 +136,10 @@ def bare_dependencies() -> set[str]:
 
 
 def clean_environ(**extra: str) -> dict[str, str]:
-    """This process's environment without anything that would switch holmes on or change where modules come
-    from."""
+    """Return this process's environment without anything that would switch holmes on.
+
+    Variables that change where modules come from are removed too.
+    """
     drop = (
         "HOLMES",
         "PYTHON",

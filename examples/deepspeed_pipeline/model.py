@@ -11,7 +11,7 @@ tied layer as a whole to both stages.
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 VOCABULARY = 256  # bytes
 INIT_STD = 0.02
@@ -25,7 +25,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(VOCABULARY, hidden).normal_(std=INIT_STD))
 
     def forward(self, tokens):
-        return F.embedding(tokens, self.weight)
+        return functional.embedding(tokens, self.weight)
 
 
 class Positions(nn.Module):
@@ -77,9 +77,9 @@ class Block(nn.Module):
         qkv = self.qkv(self.attention_norm(x))
         qkv = qkv.view(batch, sequence, 3, self.heads, hidden // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, sequence, hidden of a head]
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, sequence, hidden))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return x + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
 
 
 class Head(nn.Module):
@@ -90,12 +90,12 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(VOCABULARY, hidden).normal_(std=INIT_STD))
 
     def forward(self, x):
-        return F.linear(x, self.weight)
+        return functional.linear(x, self.weight)
 
 
 def tied_head(embedding: Embedding, x):
     """Return logits of the next byte, computed with the weight of the embedding."""
-    return F.linear(x, embedding.weight)
+    return functional.linear(x, embedding.weight)
 
 
 def next_byte_loss(logits, labels):
@@ -105,7 +105,7 @@ def next_byte_loss(logits, labels):
         logits: [batch, sequence, 256].
         labels: int64 [batch, sequence].
     """
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+    return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
 def layer_specs(layers: int, hidden: int, heads: int, sequence: int, tied: bool) -> list[LayerSpec]:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+from pathlib import Path
 
 
 class Parser(argparse.ArgumentParser):
@@ -149,7 +150,7 @@ def parse_args(argv=None) -> tuple[argparse.Namespace, Parser]:
     args.overrides = {}  # keys of the DeepSpeed configuration
     try:
         if args.deepspeed_config:
-            args.overrides = json.load(open(args.deepspeed_config))
+            args.overrides = json.loads(Path(args.deepspeed_config).read_text())
     except (OSError, ValueError) as error:
         parser.error(f"--deepspeed_config {args.deepspeed_config}: {error}")
     return args, parser

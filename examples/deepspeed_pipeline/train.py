@@ -240,7 +240,9 @@ def train(args, parser: Parser):
             f"ready after {time.time() - STARTED:.1f} s",
             flush=True,
         )
-    log = open(args.log, "a" if args.load else "w") if args.log and rank == 0 else None
+    writes_log = args.log and rank == 0
+    if writes_log and not args.load:
+        Path(args.log).write_text("")
     losses = []  # loss of each step
     seconds = []  # duration of each step
     with tqdm(
@@ -259,14 +261,15 @@ def train(args, parser: Parser):
             losses.append(loss)
             bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
             bar.update()
-            if log:
+            if writes_log:
                 line = {
                     "step": engine.global_steps,
                     "loss": loss,
                     "seconds": seconds[-1],
                     "tokens_per_second": tokens / seconds[-1],
                 }
-                print(json.dumps(line), file=log, flush=True)
+                with open(args.log, "a") as log:
+                    print(json.dumps(line), file=log)
             is_last = engine.global_steps == args.steps
             is_due = args.save_every and engine.global_steps % args.save_every == 0
             if args.save and (is_last or is_due):

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import time
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 class Block(nn.Module):
@@ -46,9 +47,9 @@ class Block(nn.Module):
         batch, sequence, hidden = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, self.heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, sequence, hidden of a head]
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).reshape(x.shape))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return x + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
 
 
 class GPT(nn.Module):
@@ -164,7 +165,9 @@ def main() -> None:
         )
         first = state["step"]
 
-    log = open(args.log_file, "w") if args.log_file and rank == 0 else None
+    writes_log = args.log_file and rank == 0
+    if writes_log:
+        Path(args.log_file).write_text("")
     for step in range(first, args.steps):
         begin = time.perf_counter()
         total = torch.zeros((), device=device)
@@ -174,7 +177,10 @@ def main() -> None:
             number = (step * args.micro_batches + micro_batch) * ranks + rank
             inputs, labels = samples(text, args, number, device)
             logits = model(inputs)
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) / args.micro_batches
+            loss = (
+                functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+                / args.micro_batches
+            )
             loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -184,9 +190,10 @@ def main() -> None:
         seconds = time.perf_counter() - begin
         if rank == 0 and (step % 10 == 0 or step == args.steps - 1):
             print(f"step {step + 1}: loss {total / ranks:.4f}, {seconds:.3f} s", flush=True)
-        if log:
+        if writes_log:
             line = {"step": step + 1, "loss": (total / ranks).item(), "seconds": seconds}
-            print(json.dumps(line), file=log, flush=True)
+            with open(args.log_file, "a") as log:
+                print(json.dumps(line), file=log)
         if args.save and step + 1 == (args.save_after or args.steps):
             weights, moments = get_state_dict(model, optimizer)
             state = {"model": weights, "optimizer": moments, "step": step + 1}

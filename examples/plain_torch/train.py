@@ -14,12 +14,13 @@ import json
 import os
 import statistics
 import time
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from holmes_ext import GradientReducer  # holmes
 
@@ -44,9 +45,9 @@ class Block(nn.Module):
         batch, sequence, hidden = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, self.heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, sequence, hidden of a head]
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, sequence, hidden))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return x + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
 
 
 class GPT(nn.Module):
@@ -69,7 +70,7 @@ class GPT(nn.Module):
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.embedding.weight)
+        return functional.linear(self.norm(x), self.embedding.weight)
 
 
 def load_text() -> torch.Tensor:
@@ -157,7 +158,9 @@ def main() -> None:
     bucket_bytes = args.bucket_mb and round(args.bucket_mb * 1e6)
     reducer = GradientReducer(model.named_parameters(), bucket_bytes=bucket_bytes)  # holmes
 
-    log = open(args.log_file, "w") if args.log_file and rank == 0 else None
+    writes_log = args.log_file and rank == 0
+    if writes_log:
+        Path(args.log_file).write_text("")
     seconds = []
     for step in range(args.steps):
         begin = time.perf_counter()
@@ -166,7 +169,10 @@ def main() -> None:
             number = (step * args.micro_batches + part) * ranks + rank
             inputs, labels = micro_batch(text, args, number, device)
             logits = model(inputs)
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) / args.micro_batches
+            loss = (
+                functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+                / args.micro_batches
+            )
             if part == args.micro_batches - 1 and not args.no_overlap:
                 reducer.arm()  # the last backward pass of the step reduces gradients as they become final
             loss.backward()
@@ -183,7 +189,7 @@ def main() -> None:
                 f"{times.exposed_s:.3f} s waiting for {times.bytes / 1e6:.1f} MB of gradients",
                 flush=True,
             )
-        if log:
+        if writes_log:
             line = {
                 "step": step + 1,
                 "loss": (total / ranks).item(),
@@ -191,7 +197,8 @@ def main() -> None:
                 "exposed_s": times.exposed_s,
                 "reduction_s": times.seconds,
             }
-            print(json.dumps(line), file=log, flush=True)
+            with open(args.log_file, "a") as log:
+                print(json.dumps(line), file=log)
     if rank == 0:
         print(f"median step {statistics.median(seconds):.4f} s", flush=True)
     dist.destroy_process_group()

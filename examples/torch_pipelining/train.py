@@ -16,6 +16,7 @@ import inspect
 import json
 import os
 import time
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
@@ -27,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
@@ -53,9 +54,9 @@ class Block(nn.Module):
         batch, sequence, hidden = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, self.heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, sequence, hidden of a head]
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).reshape(x.shape))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return x + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
 
 
 class Embedding(nn.Module):
@@ -168,7 +169,7 @@ def batch(text: torch.Tensor, args: argparse.Namespace, number: int, device: tor
 
 
 def cross_entropy(logits, labels):
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def arguments() -> argparse.Namespace:
@@ -272,7 +273,9 @@ def main() -> None:
         first = state["step"]
 
     text = load_text()
-    log = open(args.log_file, "w") if args.log_file and dist.get_rank() == 0 else None
+    writes_log = args.log_file and dist.get_rank() == 0
+    if writes_log:
+        Path(args.log_file).write_text("")
     options = {}
     if "return_outputs" in inspect.signature(schedule.step).parameters:  # since torch 2.10
         options["return_outputs"] = False
@@ -294,9 +297,10 @@ def main() -> None:
         seconds = time.perf_counter() - begin
         if dist.get_rank() == 0 and (step % 10 == 0 or step == args.steps - 1):
             print(f"step {step + 1}: loss {total:.4f}, {seconds:.3f} s", flush=True)
-        if log:
+        if writes_log:
             line = {"step": step + 1, "loss": total.item(), "seconds": seconds}
-            print(json.dumps(line), file=log, flush=True)
+            with open(args.log_file, "a") as log:
+                print(json.dumps(line), file=log)
         if args.save and step + 1 == (args.save_after or args.steps):
             weights, moments = get_state_dict(numbered, optimizer, options=by_name)
             state = {"model": weights, "optimizer": moments, "step": step + 1}

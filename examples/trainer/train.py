@@ -44,7 +44,7 @@ class Log(TrainerCallback):
     """Callback that writes a JSON line with the loss of each step, and the seconds it took."""
 
     def __init__(self, path):
-        self.file = open(path, "a")
+        self.path = path
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.step_began = time.perf_counter()
@@ -59,7 +59,8 @@ class Log(TrainerCallback):
                 "loss": float(logs["loss"]),
                 "seconds": seconds,
             }
-            print(json.dumps(line), file=self.file, flush=True)
+            with open(self.path, "a") as file:
+                print(json.dumps(line), file=file)
 
 
 def make_model(args):

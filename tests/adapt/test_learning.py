@@ -70,7 +70,7 @@ def test_a_rank_that_becomes_slow_is_told_with_what_a_restart_would_bring(job):
 
 
 def elastic(monkeypatch, one, restarts="3"):
-    """The ranks' launcher is torchrun's agent."""
+    """Start ranks whose launcher is torchrun's agent."""
     for name, value in (("RESTART_COUNT", "0"), ("MAX_RESTARTS", restarts)):
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
     for rank in one.ranks:

@@ -1,5 +1,7 @@
-"""Sums of gradients decided again: networks as fast as the sums on them were, what is changed, what
-is taken back."""
+"""New decisions on how gradients are summed.
+
+The cases: the networks are as fast as the sums on them were, a sum changes, a change is taken back.
+"""
 
 from dataclasses import replace
 
@@ -23,8 +25,10 @@ KNOWN = "sockets", OPTIONS, ENGINE
 
 
 def plan_of(ethernet, fast="1.2Gb/s", processes=4):
-    """Four ranks of a node share its fast NIC, which makes a hierarchical all-reduce slower than one
-    ring on such an Ethernet."""
+    """Return a plan in which four ranks of a node share its fast NIC.
+
+    On such an Ethernet, a hierarchical all-reduce is then slower than one ring.
+    """
     clusters = site(
         f"a ib {fast} a[0-1]", f"b roce {fast} b[0-1]", ethernet=ethernet, processes=processes
     )
@@ -32,7 +36,7 @@ def plan_of(ethernet, fast="1.2Gb/s", processes=4):
 
 
 def summed(plan, slower=1.0):
-    """The sums of a job on whose Ethernet all takes `slower` times what the plan's rate says."""
+    """Return the sums of a job on an Ethernet where each takes `slower` times what the plan's rate says."""
     (reduction,) = plan.traffic_of("sockets").reductions
     decided = decisions(replace(plan, workload=replace(plan.workload, gradient_bytes=SIZE)), *KNOWN)
     (sums,) = decided.prices.family_reductions(decided.placement, 0)

@@ -34,7 +34,7 @@ def test_a_message_that_waited_for_another_or_came_long_ago_tells_nothing():
 
 
 def reports_of(found):
-    """What the two stages' ranks tell of it; stage 1's clock is an hour ahead."""
+    """Return the two stages' reports of `found`; stage 1's clock is an hour ahead."""
     told = []
     for stage, way, other in ((0, "0>2", "2>0"), (1, "2>0", "0>2")):
         hour, passes = 3600 * stage, found[stage]

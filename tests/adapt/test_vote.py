@@ -11,8 +11,10 @@ from holmes_ext.adapt.vote import ADOPT_CHANGE, KEEP_PLAN, StepBoundary, Stopped
 
 
 class Rank:
-    """One rank: its vote in a thread; its steps are taken by step(). faults: what goes wrong, in which
-    round."""
+    """One rank, which votes in a thread and takes its steps in step().
+
+    faults: what goes wrong, in which round.
+    """
 
     def __init__(self, store, rank, world, faults=(), patience_s=0.3):
         self.rank, self.faults, self.stopped = rank, dict(faults), threading.Event()

@@ -1,5 +1,4 @@
-"""`holmes plan -- COMMAND`: the command's own options of holmes, what is switched off, and what its framework
-does."""
+"""`holmes plan -- COMMAND`: options of holmes in the command, what is switched off, its framework."""
 
 import json
 

@@ -1,5 +1,7 @@
-"""`holmes examples`: copies what the documentation's commands name; an installed holmes_ext has them too
-(tests/test_packaging.py)."""
+"""`holmes examples` copies the files that the documentation's commands name.
+
+An installed holmes_ext has these files too (tests/test_packaging.py).
+"""
 
 import filecmp
 from pathlib import Path

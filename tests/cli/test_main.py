@@ -1,5 +1,4 @@
-"""cli/main.py: how any command ends when nobody reads it, when the disk is full, and when its name is
-misspelt."""
+"""cli/main.py: how a command ends if nobody reads its output, the disk is full or its name is misspelt."""
 
 import argparse
 import os
@@ -96,8 +95,10 @@ def test_holmes_alone_says_what_to_do_first(capsys):
 
 @pytest.mark.parametrize("name", list(commands()))
 def test_help_is_whole_sentences_and_says_every_option(name):
-    """Each command has a description, each of its options a help text; no code of the documentation is in
-    it."""
+    """Each command has a description, and each option has a help text.
+
+    No help text names a source file.
+    """
     parsers = [parser_of(name)]
     for parser in parsers:
         for action in parser._actions:

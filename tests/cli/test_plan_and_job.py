@@ -1,5 +1,8 @@
-"""`holmes plan -- COMMAND` and the job that COMMAND is decide the same: 40 command lines. What real jobs then
-do is compared with their plan in every integration test (integration_tests/jobs.py, follows_plan)."""
+"""`holmes plan -- COMMAND` and the job of COMMAND make the same decisions, for 40 command lines.
+
+Every integration test compares what real jobs then do with their plan (integration_tests/jobs.py,
+follows_plan).
+"""
 
 import json
 from dataclasses import replace
@@ -57,7 +60,7 @@ OPTIONS = {
 
 
 def of_the_job(words, off):
-    """The plan that the job of this command line makes at its start."""
+    """Return the plan that the job of this command line makes at its start."""
     options, argv = parse_flags(words, {})
     options = replace(options, off=disabled_features({"HOLMES_DISABLE": off}, features()))
     request = plan_request(options, argv)

@@ -1,5 +1,7 @@
-"""Every table that a command prints keeps to COLUMNS, through a pipe too; `holmes patches` is one row a
-feature."""
+"""Every table that a command prints keeps to COLUMNS, through a pipe too.
+
+`holmes patches` prints one row for each feature.
+"""
 
 import re
 from pathlib import Path
@@ -53,7 +55,7 @@ LONG_RUNS = {
 
 @pytest.fixture
 def commands(tmp_path):
-    """name -> its words, on data that make wide tables."""
+    """Return the words of each command by its name, on data that make wide tables."""
     write(tmp_path / "telemetry", between=[["a", "b", 1e8, 0.02], ["b", "a", 1e8, 0.02]])
     dgx = str(dgx_a100(tmp_path / "dgx"))
     return {

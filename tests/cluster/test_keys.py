@@ -1,5 +1,7 @@
-"""cluster/keys.py: every key that the code reads from a cluster.toml is listed, and no other; as are those it
-needs."""
+"""cluster/keys.py lists every key that the code reads from a cluster.toml, and no other.
+
+The same holds for the required keys.
+"""
 
 import re
 from pathlib import Path

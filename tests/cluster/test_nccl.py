@@ -19,8 +19,10 @@ IB = Nic(kind="ib", device="mlx5_0", port=1, state="up", state_text="ACTIVE")
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """write("home/.nccl.conf", text) and the environment that points there; /etc/nccl.conf is
-    tmp_path/etc."""
+    """Return write("home/.nccl.conf", text) and the environment that points there.
+
+    /etc/nccl.conf is tmp_path/etc.
+    """
     monkeypatch.setattr(file_settings, "__defaults__", (str(tmp_path / "etc"),))
     (tmp_path / "home").mkdir()
     entry = SimpleNamespace(pw_dir=str(tmp_path / "home"))

@@ -1,5 +1,4 @@
-"""`holmes doctor`: the command, the check of a training command, other patching libraries; in this
-process."""
+"""`holmes doctor` in this process: the command, the check of a training command, other patching libraries."""
 
 import json
 import shlex

@@ -32,7 +32,7 @@ def healthy(tmp_path_factory):
 
 
 def findings_of(root, environ=None, spec=None, name="n1"):
-    """What `holmes doctor` finds on a node, apart from the installed packages."""
+    """Return what `holmes doctor` finds on a node, apart from the installed packages."""
     nics = nics_of(root)
     marked = mark_unused(nics, name, spec)
     unused = [one.name for one, nic in zip(marked, nics) if one.skipped != nic.skipped]
@@ -45,7 +45,7 @@ def findings_of(root, environ=None, spec=None, name="n1"):
 
 
 def neighbour_of(nic):
-    """The same NIC on the next node: another LID, and the next IP address."""
+    """Return the same NIC on the next node, with another LID and the next IP address."""
     interfaces = [ipaddress.ip_interface(address) for address in nic.addresses]
     addresses = tuple(f"{one.ip + 1}/{one.network.prefixlen}" for one in interfaces)
     return replace(nic, lid=nic.lid + 50 if nic.lid else 0, addresses=addresses)

@@ -32,7 +32,7 @@ DOCKER = replace(
     ],
 )
 def test_a_list_selects_hcas(value, selected):
-    """parseStringList and matchIfList of NCCL's src/misc/utils.cc."""
+    """NCCL selects by parseStringList and matchIfList of src/misc/utils.cc."""
     names = parse_names(value)
     assert [hca for hca in HCAS if names.selects(hca, port=1)] == selected.split()
 

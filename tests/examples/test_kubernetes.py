@@ -1,5 +1,6 @@
-"""The manifests of examples/kubernetes against published schemas, and the Dockerfile against hadolint and
-this clone.
+"""The manifests of examples/kubernetes against published schemas, and the Dockerfile.
+
+The Dockerfile is checked against hadolint and this clone.
 
 JobSet and pods: the models that Kubeflow publishes (kubeflow-trainer-api), every field that they do not know
 refused. PyTorchJob: pytorchjob.schema.json; and with HOLMES_TEST_CRDS=DIR the definitions themselves,
@@ -52,7 +53,7 @@ def errors(schema, document):
 
 
 def published(name):
-    """The strict schema of one of Kubernetes' or JobSet's types, by the model's name."""
+    """Return the strict schema of one of Kubernetes' or JobSet's types, by the model's name."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     schema = getattr(models, name).model_json_schema()
     for one_of in (
@@ -120,8 +121,10 @@ def test_the_definitions_themselves(name, document):
 
 @pytest.mark.parametrize("document", [JOBSET, PYTORCHJOB], ids=["jobset", "pytorchjob"])
 def test_what_holmes_needs_of_a_pod(document):
-    """Its node's name, its NICs and GPUs, the file; the affinity as `holmes plan --as kubernetes` prints
-    it."""
+    """A pod needs its node's name, its NICs and GPUs, and the cluster file.
+
+    The affinity is the one that `holmes plan --as kubernetes` prints.
+    """
     volumes = {"cluster", "shm", "checkpoints"}
     hosts = []
     for pod in pods(document):

@@ -1,4 +1,6 @@
-"""What a security engineer did to joined jobs, by number, and what happens now. Where a test of each stands:
+"""The attacks of a security engineer on joined jobs, by number, and how each ends now.
+
+The table says where a test of each attack stands:
 
  1  `serve` restarted with another token ended all jobs      identity/test_run_folder (its CA is kept),
                                                              coordinator/test_server
@@ -59,8 +61,10 @@ SETTINGS = "every=2,fragments=1,delay=0,compress=off,min=2,timeout=10"
 
 
 class FlippingProxy:
-    """Hands bytes on between a caller and a port; one bit of what comes from the port at byte `at` is another
-    one."""
+    """Proxy between a caller and a port that flips one bit.
+
+    The bit is in byte `at` of what the port sends.
+    """
 
     def __init__(self, at):
         self.to, self.at, self.flipped = 0, at, 0

@@ -133,9 +133,11 @@ def test_serve_takes_all_descriptors_that_it_may_have_and_says_its_settings():
         assert "`holmes join invite NAME --port" in lines[2]
         assert resource.prlimit(serve.pid, resource.RLIMIT_NOFILE) == (256, 256)
         port = lines[0].split("port ")[1].split()[0]
-        with pytest.raises(HolmesError, match="another coordinator serves the run"):
-            with run_at(int(port)).serving():
-                pass
+        with (
+            pytest.raises(HolmesError, match="another coordinator serves the run"),
+            run_at(int(port)).serving(),
+        ):
+            pass
     finally:
         serve.kill()
         serve.wait()

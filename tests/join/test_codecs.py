@@ -114,7 +114,7 @@ def with_error_feedback(jobs):
 
 
 def train(name, port, settings):
-    """The weights after each round."""
+    """Return the weights after each round."""
     model = torch.nn.ParameterList([torch.zeros(2, COUNT // 2)])
     joined = joined_of(model, name, port, settings)
     joined.begin()

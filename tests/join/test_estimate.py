@@ -72,7 +72,7 @@ def test_the_simulation_is_the_closed_form_where_nothing_is_shared(clusters, par
 
 
 def test_jobs_share_uplinks_and_links_are_not_equal():
-    """a's uplink carries 2 of the 3 streams that leave: those to b and c; c's link to b is slow by itself."""
+    """Job a's uplink carries 2 of the 3 streams that leave (to b and c); c's link to b is slow by itself."""
     links = [
         BETWEEN.format(*pair).replace("1Gb/s", rate)
         for pair, rate in ((("a", "b"), "10Gb/s"), (("a", "c"), "10Gb/s"), (("b", "c"), "0.1Gb/s"))
@@ -94,8 +94,12 @@ def test_jobs_share_uplinks_and_links_are_not_equal():
 
 
 def test_steps_that_use_ethernet_and_a_round_are_in_each_others_way():
-    """A NIC of 10 Gb/s, a link as wide: half of it each while both send; the step takes longer by what the
-    round takes away, and the round by what the step does. Other steps are as they were."""
+    """A step and a round that use the same NIC share its rate.
+
+    The NIC has 10 Gb/s, and the link is as wide: each gets half of it while both send. The step
+    takes longer by what the round takes away, and the round by what the step does. Other steps are
+    as they were.
+    """
     between = BETWEEN.format("a", "b").replace("1Gb/s", "10Gb/s").replace("50ms", "1us")
     text = text_of(0, 0, between=between)
     wide = site_from_spec(parse_spec(text, "c.toml"))

@@ -1,5 +1,7 @@
-"""What becomes of the others when a job is late, dies, is cut off or comes back, and when the coordinator is
-restarted."""
+"""What becomes of the other jobs when a job is late, dies, is cut off or comes back.
+
+The same for a restart of the coordinator.
+"""
 
 import threading
 import time

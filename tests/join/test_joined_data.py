@@ -1,6 +1,7 @@
 """Tests that joined jobs, which train one model together, read different samples of Megatron's data sets.
 
-With --holmes-outer part=k/K, a job reads samples k, k + K, k + 2 K, ... of a data set."""
+With --holmes-outer part=k/K, a job reads samples k, k + K, k + 2 K, ... of a data set.
+"""
 
 import pickle
 from collections import Counter
@@ -18,7 +19,7 @@ class Data(list):
 
 @pytest.fixture
 def job():
-    """Makes this process's job one that reads part k of K."""
+    """Make this process's job one that reads part k of K."""
 
     def of(outer):
         training.request(options_from(join="east@127.0.0.1:1", outer=outer))
@@ -28,8 +29,10 @@ def job():
 
 
 def loader(dataset, consumed_samples, micro_batch=2, rank=0, ranks=1):
-    """Samples as MegatronPretrainingSampler hands them out: contiguous batches, after those that were
-    consumed."""
+    """Return the batches that MegatronPretrainingSampler hands out.
+
+    They are contiguous, and come after the consumed samples.
+    """
     places = range(consumed_samples, len(dataset))
     size = micro_batch * ranks
     return [

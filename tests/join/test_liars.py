@@ -53,7 +53,7 @@ class Job:
 
 
 def run(*names, lie=None, text="", timeout=20):
-    """What each job has at the end, and what the coordinator told."""
+    """Run the jobs, and return what each has at the end and what the coordinator reported."""
     text = f",timeout={timeout}{text}"
     begun = threading.Barrier(len(names), timeout=60)
     with coordinator() as server:
@@ -89,7 +89,7 @@ def sends(change):
 
 
 def says(op, change):
-    """What it tells the coordinator, changed."""
+    """Make a lie that changes the job's message to the coordinator."""
 
     def lie(job):
         link = job.loop.rounds.coordinator
@@ -100,7 +100,10 @@ def says(op, change):
 
 
 def is_dropped_for(op, change):
-    """The same where the coordinator drops it for that: it does not wait for another answer then."""
+    """Make a lie that changes the message, for which the coordinator drops the job.
+
+    The job does not wait for another answer then.
+    """
 
     def lie(job):
         link = job.loop.rounds.coordinator
@@ -124,7 +127,7 @@ def both(*lies):
 
 
 def repeated():
-    """What was sent the first time, for ever."""
+    """Return a change that sends the first message again, for ever."""
     first = []
 
     def change(x):
@@ -135,7 +138,7 @@ def repeated():
 
 
 def of_another(job):
-    """It sends what came from another job in the round before."""
+    """Let a job send the data of another job in the round before."""
     exchange, last = job.loop.rounds._exchange, []
 
     def remember(*args):
@@ -153,14 +156,13 @@ def never_sends(job):
 
 
 def silent(job, begun):
-    """It is ready, and never exchanges anything."""
+    """Train a job that is ready, and never exchanges anything."""
     job.loop.begin()
     begun.wait()
     job.model[0].data += 1
     job.loop.in_period = 1
     job.loop.in_period += 1
     job.loop.submit(job.loop.capture())
-    return None
 
 
 def sends_less(job):
@@ -217,13 +219,13 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def honest():
-    """What the three have without a fourth one."""
+    """Return what the three jobs have without a fourth one."""
     return run(*HONEST)[0]
 
 
 @pytest.fixture(scope="module")
 def four():
-    """The same where the fourth one is honest."""
+    """Return what the jobs have with a fourth one that is honest."""
     return run(*HONEST, LIAR)[0]
 
 

@@ -1,6 +1,7 @@
-"""The numbers of torchft's DiLoCo: what its regression fixtures pin (meta-pytorch/torchft at 7eb7087,
-test_fixtures/ torchft.diloco_regression_test.DiLoCoMockedUpdateTest.test_diloco_mocked_updates_0 to _5.json),
-for two jobs.
+"""The numbers of torchft's DiLoCo regression fixtures, for two jobs.
+
+The fixtures are those of meta-pytorch/torchft at 7eb7087, test_fixtures/
+torchft.diloco_regression_test.DiLoCoMockedUpdateTest.test_diloco_mocked_updates_0 to _5.json.
 
 Two fragments of one weight, 1 at first; every inner step takes 2 off; outer SGD, lr 2, no momentum;
 sync_every 6. torchft's fragment_update_alpha is mix=, its fragment_sync_delay delay=.

@@ -1,5 +1,7 @@
-"""Connections between ranks of jobs: bytes arrive, and whoever is killed, silent, slow or a stranger is named
-in time."""
+"""Connections between ranks of jobs: bytes arrive, and a failing peer is named in time.
+
+The failing peer is killed, silent, slow or a stranger.
+"""
 
 import os
 import threading
@@ -59,7 +61,7 @@ def together(*calls):
 
 
 def exchange(ranks, data, number=1):
-    """What each of them got."""
+    """Return what each of the ranks got."""
     sends = (
         lambda k=k: swap(ranks[k], ranks[:k] + ranks[k + 1 :], data[k], number)
         for k in range(len(ranks))
@@ -137,8 +139,10 @@ def connected(rank, other):
 
 
 def test_a_peer_that_calls_again_during_an_exchange_fails_and_keeps_nobody(ranks, monkeypatch):
-    """The new connection replaces the one that the exchange waits for: the thread that takes calls closes
-    it."""
+    """A new connection replaces the one that the exchange waits for.
+
+    The thread that takes calls closes the former one.
+    """
     east, _, west = ranks
     waits, move = threading.Event(), transfer.PeerTransfer.move
     monkeypatch.setattr(
@@ -184,8 +188,11 @@ def test_a_silent_peer_is_given_up_after_the_patience(ranks):
 
 
 def test_a_byte_now_and_then_does_not_keep_it_waiting(ranks, monkeypatch):
-    """It is never silent for its patience, and yet given up once it takes four times as long as such bytes
-    did before (here: than the least rate allows)."""
+    """A peer that sends a byte now and then is given up in the end.
+
+    It is never silent for its patience. It is given up once it takes four times as long as such
+    bytes did before (here: than the least rate allows).
+    """
     monkeypatch.setattr(
         transfer.Speed, "deadline", lambda self, peer, count, patience: Deadline(patience, "it")
     )
@@ -318,7 +325,7 @@ def test_a_port_in_use_is_named_and_another_of_the_range_is_taken():
 
 
 def connections_in_close_wait(port):
-    """The connections of this process whose other end has closed, with a port of 127.0.0.1.
+    """Return this process's connections to a port of 127.0.0.1 whose other end has closed.
 
     A line of /proc/net/tcp has the own address, the other one and the state; CLOSE_WAIT is 08.
     """

@@ -1,5 +1,7 @@
-"""Joined jobs of one rank each, as threads: what they compute, round by round, against the papers' equations
-written out for whole models."""
+"""Joined jobs of one rank each, as threads.
+
+Their weights are compared, round by round, with the papers' equations written out for whole models.
+"""
 
 import threading
 
@@ -36,7 +38,10 @@ def optimizer_of(model):
 
 
 def train(number, name, port, settings, steps, seed=0, records=None, default="cpu", **more):
-    """The weights after each step. default: device of tensors that the program makes."""
+    """Return the weights after each step.
+
+    default: device of tensors that the program makes.
+    """
     model = model_of(seed)
     optimizer = optimizer_of(model)
     with torch.device(default):
@@ -71,8 +76,10 @@ def test_a_default_device_of_the_program_changes_nothing():
 
 
 def expected(text, steps, jobs=2, alpha=None):
-    """DiLoCo and Streaming DiLoCo for whole models, after algorithms 1 and 2 of the papers; alpha None: local
-    progress is kept."""
+    """Return the weights of DiLoCo and Streaming DiLoCo for whole models.
+
+    They follow algorithms 1 and 2 of the papers. alpha None: local progress is kept.
+    """
     settings = parse_outer(text)
     models = [model_of() for _ in range(jobs)]
     optimizers = [optimizer_of(model) for model in models]

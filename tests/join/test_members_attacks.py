@@ -1,5 +1,8 @@
-"""What a member of the run tries against the coordinator and the other jobs' ranks, and what a crowd
-of strangers does to the log: a second look, after those of test_attacks.py and test_liars.py."""
+"""Attacks of a member of the run on the coordinator and the other jobs' ranks.
+
+Strangers in a crowd try to flood the log. These attacks come from a second look, after those of
+test_attacks.py and test_liars.py.
+"""
 
 import threading
 from pathlib import Path
@@ -38,7 +41,7 @@ HELLO = {
 
 
 def called(port, purpose, job="zero"):
-    """A connection to the coordinator with the certificate of a job."""
+    """Connect to the coordinator with the certificate of a job."""
     return place_at(job, port).call(purpose, soon())
 
 

@@ -16,7 +16,7 @@ from holmes_ext.join.shards.ownership import (
 
 
 def random_job(source: random.Random, total: int) -> dict[int, list[tuple[int, int]]]:
-    """Holdings of a job: replicas of shards, the shards cut anywhere and dealt out in any order."""
+    """Return the holdings of a job: replicas of shards, cut anywhere and dealt out in any order."""
     shards, replicas = source.randint(1, 4), source.randint(1, 3)
     cuts = [
         0,

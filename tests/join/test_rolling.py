@@ -28,7 +28,7 @@ class Job:
         return self
 
     def train(self, until):
-        """Steps until `until` is set; how many."""
+        """Take steps until `until` is set, and return their number."""
         steps = 0
         while not until.is_set():
             with torch.no_grad():
@@ -84,7 +84,7 @@ def train_all(jobs, rounds):
 
 
 def anchors(job):
-    """What each fragment is with all that is pending."""
+    """Return the value of each fragment with all pending updates."""
     state = job.loop.state
     return [state.copy_of(f, f.start, f.stop)[:2] for f in state.fragments]
 

@@ -29,7 +29,7 @@ PATIENCE_S = 60.0
 
 
 def swap(rank, other, data, number=1):
-    """What came of the other one while `data` went to it."""
+    """Send `data` to the other rank, and return what it sent meanwhile."""
     peer, into = other.peer, bytearray(len(data))
     rank.links.swap(number, 1, {peer: [memoryview(data)]}, {peer: [memoryview(into)]}, PATIENCE_S)
     return bytes(into)

@@ -1,5 +1,7 @@
-"""Joined jobs of several processes, as --holmes-join makes them of unmodified programs: DDP, FSDP2, one
-process."""
+"""Joined jobs of several processes, as --holmes-join makes them of unmodified programs.
+
+The programs use DDP, FSDP2 or one process.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ ROWS = 12
 
 
 def script(model, optimizer, job, rank, ranks, steps, after=lambda step: None):
-    """A training script that has never heard of joined jobs. Each rank takes its part of the job's batch."""
+    """Run a training script that does nothing for joined jobs.
+
+    Each rank takes its part of the job's batch.
+    """
     for step in range(steps):
         inputs, labels = (one[rank::ranks] for one in batch(ROWS, job, step))
         optimizer.zero_grad()

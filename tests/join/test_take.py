@@ -1,5 +1,7 @@
-"""A job that takes fragments from another one (peers/take.py): the giver's side, and what the taker
-refuses."""
+"""A job that takes fragments from another one (peers/take.py).
+
+The tests cover the giver's side, and what the taker refuses.
+"""
 
 import socket
 import threading
@@ -33,7 +35,7 @@ def state():
 
 @pytest.fixture
 def taker(state):
-    """A connection to a Giver in a thread, as another job's rank has one."""
+    """Connect to a Giver in a thread, as another job's rank does."""
     ours, theirs = socket.socketpair()
     thread = threading.Thread(target=take.Giver(state).give, args=(Channel(theirs), {}))
     thread.start()
@@ -69,8 +71,11 @@ def committed(state, number):
 
 
 def test_a_taker_that_comes_before_the_commit_waits_for_it(state, taker, monkeypatch):
-    """The coordinator has told it of a commit that the giver has not heard of yet: what the giver has now is
-    the version before, and the taker would be behind again."""
+    """A taker may know of a commit before the giver does.
+
+    The coordinator has reported a commit that has not reached the giver. The giver still has the
+    version before, and with that version the taker would be behind again.
+    """
     clock = Clock(lambda: committed(state, 5))
     monkeypatch.setattr(take, "time", clock)
     monkeypatch.setattr(deadlines, "time", clock)
@@ -137,8 +142,11 @@ def test_a_slow_link_is_waited_for_as_long_as_it_carries_bytes():
 
 
 def test_takers_that_are_gone_do_not_keep_others_waiting(state):
-    """Each waited for its version for half the timeout, four at a time, and whoever came then for his
-    turn."""
+    """Takers that are gone free their turns.
+
+    Each used to wait for its version for half the timeout, four at a time, and a later taker waited
+    for its turn.
+    """
     giver, threads = take.Giver(state), []
 
     def taker():
@@ -160,8 +168,11 @@ def test_takers_that_are_gone_do_not_keep_others_waiting(state):
 
 
 def test_one_job_cannot_take_all_turns(state):
-    """Four connections of one job whose requests were not answered yet kept all others that came back from
-    weights."""
+    """One job gets only some of the turns.
+
+    Four connections of one job with unanswered requests used to keep the weights from all other
+    jobs that came back.
+    """
     giver, threads = take.Giver(state), []
 
     def taker(job):
@@ -287,8 +298,11 @@ def test_a_connection_that_the_donor_has_closed_meanwhile_is_opened_anew(monkeyp
 
 
 def test_ranks_that_wait_for_each_other_between_fragments_keep_no_turns():
-    """Each rank of the taking job waits for the others before its next fragment. The donor's only rank
-    answers two requests of a job at a time: ranks that have their answers must not keep the third waiting."""
+    """Ranks that have their answers must not keep a third one waiting.
+
+    Each rank of the taking job waits for the others before its next fragment. The donor's only rank
+    answers two requests of a job at a time.
+    """
     mine = [RankRange(2 * k + half, 2 * k + half + 1, half) for k in range(4) for half in (0, 1)]
     mine[1::4] = [RankRange(span.start, span.stop, 2) for span in mine[1::4]]
     donor = DonorOfOneRank(outer_state([RankRange(0, 8, 0)]))

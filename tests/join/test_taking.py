@@ -1,5 +1,7 @@
-"""A job that comes back trains as soon as it has the others' anchors (rounds/taking.py); their momenta follow
-while it trains, before its first round."""
+"""A job that comes back trains as soon as it has the others' anchors (rounds/taking.py).
+
+The momenta follow while it trains, before its first round.
+"""
 
 import threading
 

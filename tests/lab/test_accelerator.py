@@ -1,5 +1,7 @@
-"""lab/emulate/accelerator.py: the time asked for follows the FLOPs, and no number that the program computes
-changes."""
+"""lab/emulate/accelerator.py: the emulated time follows the FLOPs.
+
+No number that the program computes changes.
+"""
 
 import json
 import os
@@ -86,8 +88,10 @@ def block_seconds(flops=1e6):
 
 
 def train(recompute):
-    """Loss and gradients of a small model; every layer recomputed when `recompute` is "reentrant" or "early
-    stop"."""
+    """Return loss and gradients of a small model.
+
+    Every layer is recomputed when `recompute` is "reentrant" or "early stop".
+    """
     torch.manual_seed(0)
     embed, blocks = Embed(WORDS, HIDDEN), nn.ModuleList(Block() for _ in range(LAYERS))
     head = nn.Linear(HIDDEN, WORDS)
@@ -222,8 +226,10 @@ def test_bad_settings_name_the_key(document, key):
 
 
 def run_python(tmp_path, code, classes):
-    """A Python that knows nothing of the lab, started as the lab starts it; a sitecustomize of the user's is
-    chained to."""
+    """Run a Python without the lab's modules, started as the lab starts it.
+
+    A sitecustomize of the user's still runs.
+    """
     (tmp_path / "sitecustomize.py").write_text("import os; os.environ['USERS_SITE'] = 'was here'\n")
     env = {
         **os.environ,

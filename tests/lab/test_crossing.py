@@ -1,5 +1,7 @@
-"""lab/network/inter_cluster.py and delay_line.py: what a file's network between clusters becomes, and what
-passes when."""
+"""The network between clusters (lab/network/inter_cluster.py and delay_line.py).
+
+The tests check what a file's network becomes, and which frame passes when.
+"""
 
 import struct
 
@@ -28,7 +30,10 @@ def router(links, uplinks=(0, 0, 0)):
 
 
 def frame(target, size=1000, gso=0, kind=b"\x08\x00", source="0.0.0.0"):
-    """A frame of `size` bytes to `target`, virtio-net header first; gso: TCP data for each segment."""
+    """Return a frame of `size` bytes to `target`, virtio-net header first.
+
+    gso: TCP data for each segment.
+    """
     header = struct.pack("<BBHHHH", 1, 1 if gso else 0, 0, gso, 34, 16)
     ip = bytes(12) + bytes(int(part) for address in (source, target) for part in address.split("."))
     tcp = bytes(12) + b"\x80" + bytes(19)  # data offset 8: 32 bytes

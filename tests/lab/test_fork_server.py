@@ -1,5 +1,6 @@
-"""lab/process/fork_server.py: a rank that was forked from a preloaded Python looks like a fresh interpreter
-to its script.
+"""lab/process/fork_server.py: a rank that was forked from a preloaded Python.
+
+To its script, it looks like a fresh interpreter.
 """
 
 import json

@@ -60,7 +60,10 @@ def test_a_job_of_each_launcher(tmp_path):
 
 
 def test_a_job_on_nodes_with_different_numbers_of_processes(tmp_path):
-    """torchrun's number differs between nodes; srun starts a heterogeneous job."""
+    """Nodes may run different numbers of processes.
+
+    torchrun's number differs between nodes; srun starts a heterogeneous job.
+    """
     assert "--nproc-per-node=4" in line("torchrun", JOB, tmp_path, (4, 2), position=0)
     assert "--nproc-per-node=2" in line("torchrun", JOB, tmp_path, (4, 2), position=1)
     found = line("srun", JOB, tmp_path, (4, 2))

@@ -63,8 +63,10 @@ def test_more_nodes_than_a_machine_holds_are_refused():
     "rate", [10**6, 4 * 10**7, 250 * 10**6, 600 * 10**6, 1600 * 10**6, 3 * 10**9, 10**10]
 )
 def test_shaping_keeps_what_a_message_gets_for_free_small(rate):
-    """A burst, or with a peak rate the peak's burst, is what passes at once: at most 10 % of 128 KiB up to
-    300 Mb/s."""
+    """Up to 300 Mb/s, at most 10 % of 128 KiB passes at once.
+
+    That is a burst, or with a peak rate the peak's burst.
+    """
     s = network.shaping(rate)
     assert s.rate_bps == pytest.approx(rate * 1514 / 1448)
     free = s.peak_burst or s.burst

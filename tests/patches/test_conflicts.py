@@ -12,7 +12,7 @@ from holmes_ext.patches import conflicts as rules
 
 @pytest.fixture
 def stated(monkeypatch):
-    """What megatron-core's metadata would say."""
+    """Replace megatron-core's metadata by the given one."""
     told = [
         "torch>=2.6.0",
         "nltk; extra == 'mlm'",

@@ -163,8 +163,10 @@ def test_listed_layers():
 
 
 def test_a_models_times_agree_with_the_cost_model():
-    """One kind of GPU, no embedding to speak of, 1F1B: estimate() and step_seconds() are two ways to one
-    number."""
+    """The two ways to a step time agree: estimate() and step_seconds().
+
+    There is one kind of GPU, almost no embedding, and 1F1B.
+    """
     site, sizes = sample("two_clusters_8"), Sizes(2).complete(8)
     plain = replace(MODEL, vocabulary=1, positions="none", tied=False)
     costs = costs_on_site(
@@ -262,7 +264,7 @@ def test_what_crosses_hierarchically_is_priced_so():
 
 
 def test_clusters_of_three_and_two_nodes_sum_hierarchically_over_sockets_only():
-    """gloo's ranks of a cluster need not be as many as those of another; NCCL's collectives do."""
+    """Clusters may have different numbers of ranks with gloo, but not with NCCL's collectives."""
     site = clusters.site("a ib 2Gb/s a[0-2]", "b roce 1.6Gb/s b[0-1]", ethernet="250Mb/s")
     plan = build_plan(site, Sizes())
     sockets, verbs = (

@@ -1,5 +1,7 @@
-"""decide: the network of every group, reductions and stage links, from a plan and the ports that there
-are."""
+"""The network of every group, reductions and stage links.
+
+They are decided from a plan and the ports of the nodes.
+"""
 
 import random
 from dataclasses import replace
@@ -30,8 +32,10 @@ GB = 10**9
 
 
 def real(*nodes, ethernet=25 * GB, **fabrics):
-    """A site with NICs: (name, cluster, (fabric, address, hcas), ...) of each node; fabrics by name: (kind,
-    rate)."""
+    """Return a site with NICs.
+
+    nodes: (name, cluster, (fabric, address, hcas), ...) of each; fabrics by name: (kind, rate).
+    """
     made = []
     for name, cluster, *ports in nodes:
         fast = [
@@ -45,8 +49,10 @@ def real(*nodes, ethernet=25 * GB, **fabrics):
 
 @pytest.mark.parametrize("seed", range(150))
 def test_every_group_of_a_random_job_goes_where_all_its_nodes_can(seed):
-    """What is written is what is looked up, and what the plain rule says, for planned groups and for any
-    others."""
+    """The network that is written is the one that is looked up, and the one of the plain rule.
+
+    This holds for planned groups and for any others.
+    """
     rng = random.Random(seed)
     site = random_sites.site(rng)
     made = build_plan(site, random_sites.sizes(rng, site.world_size))
@@ -106,8 +112,11 @@ def test_stage_links_and_reductions_of_a_random_job_are_what_is_looked_up(seed):
 
 
 def test_the_plan_does_not_count_on_what_is_switched_off():
-    """HOLMES_DISABLE: tensor ranks that cut what crosses, tied weights, stage links, overlap, a
-    hierarchical all-reduce."""
+    """The plan leaves out the features in HOLMES_DISABLE.
+
+    These are tensor ranks that cut what crosses, tied weights, stage links, overlap, and a
+    hierarchical all-reduce.
+    """
     nodes = tuple(
         Node(node.name, node.cluster, 2, node.ports) for node in example("two_clusters_8").nodes
     )

@@ -1,5 +1,7 @@
-"""One price: for 300 random sites, models and engines closed form, simulation, bound and explanation agree:
-equal where nothing contends, ordered where something does; and better hardware is never predicted slower.
+"""Closed form, simulation, bound and explanation agree for 300 random sites, models and engines.
+
+They are equal where nothing contends, and ordered where something does. Better hardware is never
+predicted slower.
 
 What contends: a reduction with the backward pass that it travels under, the steps of a chunk hierarchically
 with those of the next, and in a pipeline messages with each other.
@@ -66,8 +68,11 @@ def random_job(seed):
 
 
 def slow_stage_links(seed):
-    """A job whose stages send over a slow Ethernet, three and more of them through the NICs of their nodes,
-    with as many micro-batches in flight as hide that."""
+    """Return a job whose stages send over a slow Ethernet.
+
+    The job has three or more stages, which send through the NICs of their nodes. As many micro-batches
+    are in flight as hide the transfers.
+    """
     rng = random.Random(seed)
     names, nodes, processes = (
         "abcd"[: rng.choice((2, 3, 4))],
@@ -105,8 +110,11 @@ def slow_stage_links(seed):
 
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_the_closed_form_knows_what_a_nic_sends(first):
-    """It ended up to 2.1 times too early where the stages in the middle of a pipeline send activations and
-    gradients through one NIC."""
+    """The closed form counts both directions of a NIC.
+
+    It used to end up to 2.1 times too early where the stages in the middle of a pipeline send
+    activations and gradients through one NIC.
+    """
     for seed in range(first, first + 20):
         found = search(slow_stage_links(seed), rows=3, prove=False)
         for one in found.candidates[:3]:
@@ -148,7 +156,7 @@ def test_the_next_layers_weights_travel_while_a_layer_computes(flops, slower):
 
 
 def agree(job, one):
-    """A candidate's closed form, simulation, bound and explanation."""
+    """Check that a candidate's prices agree, and return the seconds of its simulated step."""
     shape, timed_one = one.shape, timed(job, one)
     why = causes(job, timed_one)
     assert sum(why.values()) == pytest.approx(timed_one.simulated_s)
@@ -173,10 +181,13 @@ def agree(job, one):
 
 
 def not_slower(job, one, step_s):
-    """The same plan with twice the rate of any fabric, and with half its latency. Where a stage in the middle
-    sends both ways through one NIC, in the framework's own schedule, a message that comes earlier may share
-    it with one that is waited for: then the simulation (not the closed form, nor the search) takes up to
-    5.1 % longer with half the latency; on NICs that have room for both it does not."""
+    """Check the same plan with twice the rate of any fabric, and with half its latency.
+
+    Where a stage in the middle sends both ways through one NIC, in the framework's own schedule, a
+    message that comes earlier may share the NIC with one that is waited for. Then the simulation
+    (not the closed form, nor the search) takes up to 5.1 % longer with half the latency. On NICs
+    that have room for both messages it does not.
+    """
     shared = one.shape.pipeline > 2 and not one.in_flight
     for fabric in job.network.site.fabrics:
         for change in ({"rate": 2.0}, {"latency": 0.5}):
@@ -191,7 +202,7 @@ def not_slower(job, one, step_s):
 
 
 def with_room_s(job, one):
-    """The step on NICs, as fast as they are for one message, that carry several at that rate."""
+    """Return the step on NICs that carry several messages, each at the full rate of one."""
     roomy = job_of(job, one)
     roomy.capacities = {nic: 8 * bps for nic, bps in roomy.capacities.items()}
     return roomy.step().step_s

@@ -34,8 +34,10 @@ def scaled(row, factor):
 
 
 def random_costs(rng, stages, blocks, alike=False, limits=True):
-    """Layers of any cost (or alike blocks), stages of up to 3 kinds of GPU and NIC, with and without overlap,
-    limits, tied embeddings."""
+    """Return layers of any cost (or alike blocks), and stages of up to 3 kinds of GPU and NIC.
+
+    They come with and without overlap, limits and tied embeddings.
+    """
     before, after = rng.randint(0, 2), rng.randint(0, 2)
     layers = before + blocks + after
 
@@ -107,8 +109,10 @@ def test_balanced_is_the_best_of_all_splits():
 
 
 def milp_step(costs):
-    """The least step by scipy's MILP solver: a path of segments (stage, start, stop), P and the end as in
-    plan/partition.py."""
+    """Return the least step by scipy's MILP solver.
+
+    The solver has a path of segments (stage, start, stop), P and the end as in plan/partition.py.
+    """
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -321,11 +325,13 @@ def simulated(costs, split):
 
 
 def test_estimate_against_a_simulation_of_1f1b():
-    """GPUs that differ 1.5 : 1, the splits that are used: never more than 1 % too short, at most a quarter
-    too long.
+    """The estimate is never more than 1 % too short, and at most a quarter too long.
+
+    The GPUs differ 1.5 : 1, and the splits are the ones that are used.
 
     The formula lets no bubble of a fast stage hide behind a slow one, so it is worst where stages are least
-    equal."""
+    equal.
+    """
     rng, errors = random.Random(0), []
     for _ in range(300):
         stages, blocks = rng.randint(2, 6), rng.randint(12, 40)
@@ -342,7 +348,7 @@ def test_estimate_against_a_simulation_of_1f1b():
             split = partition(method, costs)
             outcome = estimate(costs, split)
             errors.append((outcome.end_s[0] - outcome.exposed_s[0]) / simulated(costs, split) - 1)
-    assert -0.01 < min(errors) and max(errors) < 0.25
+    assert min(errors) > -0.01 and max(errors) < 0.25
 
 
 @pytest.mark.parametrize("value", [-1.0, nan, inf])

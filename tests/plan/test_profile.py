@@ -1,5 +1,7 @@
-"""runtime/measure/profile.py and plan/profile.py: how passes are cut at layers, what a profile makes of a
-partition, bad input."""
+"""runtime/measure/profile.py and plan/profile.py.
+
+The tests check how passes are cut at layers, how a profile becomes a partition, and bad input.
+"""
 
 import json
 import math
@@ -81,8 +83,10 @@ class Ticks:
 
 
 def test_a_pass_is_cut_at_the_layers():
-    """Two linear layers behind an embedding; time passes inside each of them, and in what stands behind
-    them."""
+    """A pass through an embedding and two linear layers is cut at the layers.
+
+    Time passes inside each layer, and in the modules behind them.
+    """
     torch = pytest.importorskip("torch")
     clock = Ticks()
 

@@ -34,7 +34,7 @@ def best(framework=None, model=MODEL, **allowed):
 
 
 def searched(name, model, batch, limits, seconds=inf):
-    """A first look."""
+    """Return the result of a search that proves no bound."""
     result = SearchResult(Network(example(name)), model, batch, limits, Rules(overlap=True))
     return search(result, seconds, prove=False)
 

@@ -32,7 +32,7 @@ MDS = f"deepspeed pretrain_gpt.py {SMALL} --deepspeed --deepspeed_config ds.json
 
 @pytest.fixture(autouse=True)
 def output_without_deadline(monkeypatch):
-    """The output takes the time that it needs, also on a busy machine: every step is predicted."""
+    """Let the output take the time that it needs, also on a busy machine, so that every step is predicted."""
     monkeypatch.setattr(TimeLimit, "simulations_end", inf)
 
 

@@ -58,7 +58,7 @@ def test_what_of_a_nodes_ports_a_backend_can_use(backend, network_api):
 
 
 def unnamed(rank):
-    """A job whose init_process_group names no backend."""
+    """Start a job whose init_process_group names no backend."""
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     dist.init_process_group(store=dist.PrefixStore("unnamed", store), rank=rank, world_size=4)

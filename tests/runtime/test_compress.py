@@ -106,8 +106,12 @@ def test_prediction_counts_fewer_bytes_across():
 
 
 def sums(rank, kind, clusters, compress, steps=3, numel=5001):
-    """(largest error relative to the largest sum, same on all ranks, the mean's error over the steps, bytes
-    this rank sent across)"""
+    """Sum with compression for some steps.
+
+    Returns:
+        (largest error relative to the largest sum, same on all ranks, the mean's error over the
+        steps, bytes this rank sent across)
+    """
     reduction = kind(clusters, chunk_bytes=4096, compress=compress)
     x = randoms(numel, 100 + rank)
     wanted = x.clone()
@@ -145,8 +149,10 @@ def test_compressed_sums_are_close_and_the_same_bits_everywhere(clusters):
 
 @gloo_only
 def test_the_bytes_that_cross():
-    """Two clusters: each rank sends half its quarter to scatter and half to gather, 4, 2, or 1 + 4/256 bytes
-    an element."""
+    """Each rank of two clusters sends half its quarter to scatter and half to gather.
+
+    That is 4, 2, or 1 + 4/256 bytes an element.
+    """
     numel = 1024 * 8
     for compress, of_element in (("off", 4.0), ("bf16", 2.0), ("int8", 1 + 4 / BLOCK)):
         for *_, sent in run_ranks(
@@ -166,7 +172,7 @@ def test_collectives_of_nccl_s_kind_compress_alike(clusters):
 
 
 def chosen(rank):
-    """What a group that spans clusters gets, as the plan says."""
+    """Return the codecs of a group that spans clusters, for three specs of the plan."""
     plan = SimpleNamespace(by_cluster=lambda ranks: {"a": [0], "b": [1]}, wan=Wan())
     session.set_active(SimpleNamespace(plan=plan))
     ways = [ReductionSpec(False, 1, ("a", "b"), compress=kind) for kind in ("bf16", "off", "int8")]
@@ -180,8 +186,10 @@ def test_what_the_plan_compresses_reaches_the_hierarchical_all_reduce():
 
 
 def trained(codecs):
-    """The loss of a least-squares problem whose columns differ by 30 in scale, after 200 steps of SGD on two
-    workers' gradients."""
+    """Return the loss of a least-squares problem after 200 steps of SGD on two workers' gradients.
+
+    The columns of the problem differ by 30 in scale.
+    """
     scale = torch.logspace(0, -1.5, 64)
     inputs, wanted = randoms(512 * 64).view(512, 64) * scale, randoms(64, 1)
     weights = torch.zeros(64)

@@ -51,6 +51,8 @@ def install() -> bool:
     torch.cuda._on_cpu = True  # so that a second call changes nothing
     _devices(torch)  # torch.cuda reports one GPU
     _tensors(torch)  # tensors for a CUDA device are made on the CPU
+    _moves(torch)  # .to("cuda") and .cuda() leave them there
+    _tensor_types(torch)  # their types have the names of CUDA tensors
     _streams(torch)  # CUDA streams and events do nothing
     _random_state(torch)  # CUDA's random numbers are the CPU's
     _make_adam_resumable(torch)  # checkpoints of Adam's state can be loaded
@@ -116,10 +118,7 @@ def _off_cuda(device):
 
 
 def _tensors(torch):
-    """Make tensors for a CUDA device on the CPU.
-
-    Tensor.type() returns names like torch.cuda.FloatTensor, because megatron's optimizers compare them.
-    """
+    """Make tensors for a CUDA device on the CPU."""
 
     def redirect(function):
         @functools.wraps(function)
@@ -155,6 +154,10 @@ def _tensors(torch):
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"):
         setattr(torch.Tensor, name, redirect(getattr(torch.Tensor, name)))
 
+
+def _moves(torch):
+    """Leave tensors and modules on the CPU when a program moves them to a CUDA device."""
+
     def moved(to):
         @functools.wraps(to)
         def call(self, *args, **kwargs):
@@ -172,6 +175,12 @@ def _tensors(torch):
         kind.to = moved(kind.to)
         kind.cuda = lambda self, *args, **kwargs: self
 
+
+def _tensor_types(torch):
+    """Name tensors' types as on a CUDA device.
+
+    Tensor.type() returns names like torch.cuda.FloatTensor, because megatron's optimizers compare them.
+    """
     plain_type = torch.Tensor.type
 
     def cuda_type(self, *args, **kwargs):

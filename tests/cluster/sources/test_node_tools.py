@@ -17,7 +17,10 @@ G = 10**9
 
 @pytest.fixture
 def read(tmp_path):
-    """read(text): kind, bits/s, processes, GPU and notes of the node that a file with the text describes."""
+    """Return a function that reads the node that a file with the given text describes.
+
+    It returns the node's kind, bits/s, processes, GPU and notes.
+    """
 
     def read_text(text):
         (tmp_path / "gpu01.txt").write_text(text)

@@ -1,5 +1,7 @@
-"""Clusters from what Slurm, Kubernetes and hostfiles say; public/README.md names where the files come
-from."""
+"""Clusters from the output of Slurm and Kubernetes and from hostfiles.
+
+public/README.md names where the files come from.
+"""
 
 import json
 import subprocess

@@ -10,7 +10,7 @@ GBPS = 10**9
 
 @pytest.fixture
 def tree(tmp_path):
-    """A /sys with an Ethernet NIC of a virtual machine."""
+    """Make a /sys with an Ethernet NIC of a virtual machine."""
     tree = Sysfs(tmp_path)
     tree.net("eth0", tree.pci("0000:00:05.0", "virtio_net"), addresses=["10.0.0.5/20"])
     return tree

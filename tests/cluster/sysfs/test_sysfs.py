@@ -360,7 +360,7 @@ def test_a_tree_copied_with_links_followed_reads_the_same(tmp_path, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_tarred_tree_reads_the_same(tmp_path, case):
-    """tar keeps links, and pads every file with NULs to the 4096 bytes that sysfs claims."""
+    """An archive keeps links, and pads every file with NULs to the 4096 bytes that sysfs claims."""
     root = CASES[case](tmp_path / "n")
     expected = read_nics(root)
     copy = tmp_path / "copy"

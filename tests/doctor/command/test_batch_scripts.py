@@ -45,7 +45,7 @@ srun torchrun "${DISTRIBUTED_ARGS[@]}" train.py --holmes --world $WORLD_SIZE "$@
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """A working directory with a training script and JOB in a file."""
+    """Make a working directory with a training script and JOB in a file."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("")
     Path("job.sbatch").write_text(JOB)

@@ -20,7 +20,7 @@ HOSTS = "a1 slots=8\na2 slots=8\nb1 slots=8\nb2 slots=8\n"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """A working directory with hostfiles and configuration files of accelerate."""
+    """Make a working directory with hostfiles and configuration files of accelerate."""
     monkeypatch.chdir(tmp_path)
     for name, text in {
         "hosts": HOSTS,
@@ -261,7 +261,7 @@ def test_the_nodes_that_the_ranks_of_mpirun_fill():
 
 
 def test_variables_that_replace_options(tmp_path):
-    """torchrun reads PET_*, accelerate a default file in its cache."""
+    """The launchers also read PET_* (torchrun) and a default file in the cache (accelerate)."""
     pet = {"PET_NNODES": "4", "PET_NPROC_PER_NODE": "8"}
     assert findings("torchrun", pet) == []
     assert findings("torchrun", {**pet, "PET_NNODES": "5"}) == [
@@ -312,7 +312,7 @@ INPUTS = Path(__file__).parents[2] / "inputs"
 
 
 def command_findings(command, spec):
-    """Findings about a whole command, without the one that its launcher is not installed here."""
+    """Return the findings about a whole command, except that its launcher is not installed here."""
     found = check_command(command.split(), spec, {})
     return [f"{f.level} {f.what}" for f in found if "there is no such program" not in f.what]
 

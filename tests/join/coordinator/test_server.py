@@ -1,5 +1,8 @@
-"""The coordinator over sockets: certificates, questions asked again, a restart, strangers, jobs that speak
-for others."""
+"""The coordinator over sockets.
+
+The tests cover certificates, repeated questions, a restart, strangers, and jobs that speak for
+others.
+"""
 
 import contextlib
 import socket
@@ -297,9 +300,11 @@ def test_a_service_that_cannot_begin_ends_the_server_and_the_other_services():
 
 
 def test_a_question_that_is_not_answered_in_time_ends():
-    with coordinator() as server:
-        with pytest.raises(TimeoutError, match="did not answer 'enter' in 0.2 s"):
-            job("east", server.port, least=2, timeout=60).ask("enter", {}, soon(0.2))
+    with (
+        coordinator() as server,
+        pytest.raises(TimeoutError, match="did not answer 'enter' in 0.2 s"),
+    ):
+        job("east", server.port, least=2, timeout=60).ask("enter", {}, soon(0.2))
     with pytest.raises(TimeoutError, match="Connection refused"):
         job("east", server.port).ask("enter", {}, soon(0.2))
 
@@ -358,9 +363,11 @@ def test_a_connection_speaks_for_its_own_job_alone():
 
 
 def test_an_address_that_cannot_be_had_is_named():
-    with coordinator() as server:
-        with pytest.raises(HolmesError, match=f"127.0.0.1:{server.port} cannot be listened on"):
-            CoordinatorServer("127.0.0.1", server.port, served_run, print)
+    with (
+        coordinator() as server,
+        pytest.raises(HolmesError, match=f"127.0.0.1:{server.port} cannot be listened on"),
+    ):
+        CoordinatorServer("127.0.0.1", server.port, served_run, print)
     for host in ("a" * 64, "\udcff", "256.1.1.1"):  # the first two raised UnicodeError
         with pytest.raises(HolmesError, match="cannot be listened on"):
             CoordinatorServer(host, 0, served_run, print)

@@ -136,7 +136,7 @@ def test_a_version_above_the_last_commit_ends_its_job():
 
 
 def restarted(*jobs, versions, rounds=None, least=2):
-    """A coordinator that was restarted, and jobs in the run with a version of both fragments."""
+    """Return a coordinator that was restarted, and jobs in the run with a version of both fragments."""
     run = Run(least=least)
     for job in jobs:
         run.fragments[job] = [[versions[job], versions[job]] for _ in range(2)]
@@ -146,7 +146,7 @@ def restarted(*jobs, versions, rounds=None, least=2):
 
 
 def told(run, number, *jobs, times=2):
-    """What each is told last, of a round at which all of them ask several times."""
+    """Return the last answer to each job, of a round at which all of them ask several times."""
     for _ in range(times):
         replies = {job: run.ready(job, number) for job in jobs}
     return replies
@@ -157,8 +157,11 @@ def told(run, number, *jobs, times=2):
 def test_after_a_restart_a_version_of_one_liar_does_not_stop_two_jobs_of_different_versions(
     order, lies_at_hello
 ):
-    """Of three versions that one job each claims it was the highest that counted: the two honest jobs tried
-    to take it from the liar for as long as that lived."""
+    """Two honest jobs agree after a restart, though a liar claims a higher version.
+
+    Of three versions that one job each claims, the highest used to count: the two honest jobs tried
+    to take it from the liar for as long as the liar lived.
+    """
     versions, lie = {"east": 8, "west": 6, "zero": 8}, 10**9
     if lies_at_hello:
         versions["zero"] = lie
@@ -193,8 +196,11 @@ def test_after_a_restart_nobody_takes_from_a_liar_before_those_are_back_that_the
 
 @pytest.mark.parametrize("order", [("zero", "east", "west"), ("east", "west", "zero")])
 def test_a_round_that_one_liar_tells_leaves_numbers_for_the_next_restarts(order):
-    """Rounds are counted on from the greatest that jobs know; of a round above reports.MOST no job may tell,
-    so that one liar that told MOST ended all rounds."""
+    """Rounds are counted on from the greatest number that jobs report.
+
+    No job may report a round above reports.MOST, so a liar that reported MOST used to end all
+    rounds.
+    """
     last = 8
     for _ in range(100):
         rounds = {"zero": MOST, "east": last, "west": last}

@@ -52,7 +52,7 @@ def address(port, job="east"):
 
 
 def invited(port, tmp_path, job="east"):
-    """A file with an invitation of a job to the run on a port."""
+    """Write a file with an invitation of a job to the run on a port."""
     path = tmp_path / f"{job}.json"
     write_private(path, run_at(port).invite(job, f"127.0.0.1:{port}").text(), replaces=True)
     return str(path)

@@ -22,7 +22,7 @@ def run(tmp_path):
 
 
 def redeemed(run, job):
-    """The certificate of a newly invited job."""
+    """Return the certificate of a newly invited job."""
     invitation = run.invite(job, "gate:29600")
     return run.redeem(job, invitation.secret, make_request(make_key())).certificate
 

@@ -32,7 +32,7 @@ class Recorder:
 
 
 def sent(*documents):
-    """The bytes of each document's frame."""
+    """Return the bytes of each document's frame."""
     recorder, frames = Recorder(), []
     channel = Channel(recorder)
     for document in documents:

@@ -44,7 +44,10 @@ def west():
 
 
 def meet(caller, listener, name="west", purpose=EAST, between=None):
-    """(what the caller got, what the listener got): a Channel, Accepted, or the error of each."""
+    """Shake hands, and return what the caller and the listener got.
+
+    Each got a Channel, Accepted, or an error.
+    """
     ours, theirs = socket.socketpair()
     if between is not None:
         ours, theirs = between(ours, theirs)

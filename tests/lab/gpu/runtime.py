@@ -1,5 +1,6 @@
-"""The emulated GPU's runtime by ctypes, in a process of its own for each case: `python runtime.py LIBRARY
-SCENE`.
+"""The emulated GPU's runtime by ctypes, in a process of its own for each case.
+
+The command is `python runtime.py LIBRARY SCENE`.
 
 A case puts work into streams and prints what happened, as JSON. Kernels are Python functions that note their
 names.
@@ -60,7 +61,7 @@ class Gpu:
         sms: int = 0,
         flops: float = 0.0,
     ) -> int:
-        """A kernel that waits for its gate, if it has one, and then notes its name."""
+        """Launch a kernel that waits for its gate, if it has one, and then notes its name."""
 
         def run(_) -> None:
             if gate is not None:
@@ -109,7 +110,7 @@ def in_order(gpu: Gpu) -> object:
 
 
 def side_by_side(gpu: Gpu) -> object:
-    """A kernel that waits holds up its own stream, not another one."""
+    """Check that a kernel that waits holds up its own stream, not another one."""
     gate, one, two = threading.Event(), gpu.stream(), gpu.stream()
     gpu.launch(one, "held", gate)
     gpu.launch(one, "behind it")
@@ -133,7 +134,7 @@ def event_wait(gpu: Gpu) -> object:
 
 
 def event_of_now(gpu: Gpu) -> object:
-    """An event counts what was in the stream when it was recorded, not what comes later."""
+    """Check that an event counts what was in the stream when it was recorded, not what comes later."""
     gate, one, two = threading.Event(), gpu.stream(), gpu.stream()
     gpu.launch(one, "first")
     event = gpu.record(one)
@@ -148,7 +149,7 @@ def event_of_now(gpu: Gpu) -> object:
 
 
 def legacy_stream(gpu: Gpu) -> object:
-    """The default stream waits for blocking streams, and they for it; other streams go their own way."""
+    """Check that the default stream and blocking streams wait for each other; other streams do not wait."""
     gate, blocking, other = threading.Event(), gpu.stream(0), gpu.stream()
     gpu.launch(blocking, "blocking", gate)
     gpu.launch(None, "default")
@@ -227,8 +228,11 @@ def full(gpu: Gpu) -> object:
 
 
 def pageable(gpu: Gpu) -> object:
-    """A copy from pageable memory has taken its source when the call returns; one to pageable memory
-    waits."""
+    """Check when copies from and to pageable memory return.
+
+    A copy from pageable memory has taken its source when the call returns; one to pageable memory
+    waits.
+    """
     gate, stream, address = threading.Event(), gpu.stream(), ctypes.c_void_p()
     gpu.call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(4))
     source, target = ctypes.create_string_buffer(b"abc"), ctypes.create_string_buffer(4)
@@ -241,7 +245,7 @@ def pageable(gpu: Gpu) -> object:
 
 
 def failure(gpu: Gpu) -> object:
-    """A kernel that is not emulated is an error by its name, and nothing else happens."""
+    """Check that a kernel that is not emulated is an error by its name, and nothing else happens."""
     symbol, stub = ctypes.c_int(), ctypes.c_char_p(b"_Z8my_adderPfS_")
     gpu.call(
         "__cudaRegisterFunction",
@@ -311,7 +315,7 @@ def ipc(gpu: Gpu) -> object:
 
 
 def memory(gpu: Gpu) -> object:
-    """What is freed is there again, and joins its neighbours; more than there is is an error."""
+    """Check that freed memory is there again and joins its neighbours; a size above the rest is an error."""
     pieces = [ctypes.c_void_p() for _ in range(3)]
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     for piece in pieces:
@@ -333,8 +337,11 @@ def memory(gpu: Gpu) -> object:
 
 
 def races(gpu: Gpu) -> object:
-    """Two streams fill the same memory: with nothing between them, after an event, after the host has waited;
-    then other memory. And a pinned source that the host changes before it is copied."""
+    """Check races of two streams that fill the same memory.
+
+    Between them is nothing, an event, or a wait of the host; then they fill other memory. The host
+    also changes a pinned source before it is copied.
+    """
     one, two, gate = gpu.stream(), gpu.stream(), threading.Event()
     address, pinned = ctypes.c_void_p(), ctypes.c_void_p()
     gpu.call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(4096))

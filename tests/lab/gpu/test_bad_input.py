@@ -233,7 +233,7 @@ def test_an_archive_is_unpacked_once(without_source, tmp_path):
 
 
 def python_with(folder, version, cuda):
-    """A Python whose torch is this one."""
+    """Return an environment in which torch has this version and this CUDA."""
     (folder / "torch").mkdir()
     (folder / "torch" / "__init__.py").write_text("")
     (folder / "torch" / "version.py").write_text(TORCH.format(version, cuda))

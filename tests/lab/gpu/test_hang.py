@@ -62,8 +62,11 @@ def rank(number: int, *streams: dict, hosts: tuple = ()):
 
 
 def test_two_communicators_in_other_orders():
-    """Each rank's host waits for a kernel whose peer has not been launched, as the other's host waits,
-    too."""
+    """Two ranks use two communicators in opposite orders.
+
+    Each rank's host waits for a kernel whose peer has not been launched, because the other host
+    waits too.
+    """
     graph = WaitForGraph(
         [
             rank(0, stream(7, kernel(1, "0xa", 0, peer=1)), hosts=(host((7, 1)),)),
@@ -169,8 +172,10 @@ def test_a_kernel_that_computes_moves_on():
 
 
 def test_streams_that_head_each_other():
-    """Rank 0's Recv of a waits for rank 1's kernel of a, which stands in its stream behind one of b, and so
-    on."""
+    """Rank 0's Recv of a waits for rank 1's kernel of a, and so on in a circle.
+
+    The kernel of a stands in its stream behind one of b.
+    """
     graph = WaitForGraph(
         [
             rank(0, stream(7, kernel(1, "0xa", 0, peer=1), kernel(2, "0xb", 0, started=False))),
@@ -246,8 +251,11 @@ def test_full_multiprocessors():
 
 
 def test_what_only_the_network_holds_up_is_no_circle():
-    """All ranks run the collective, so what each of them waits for is under way; where one of three has not
-    launched it, or another one, they wait for it."""
+    """A collective that all ranks run is under way, so no rank waits in a circle.
+
+    If one of three ranks has not launched it, or has launched another one, the others wait for that
+    rank.
+    """
     ring = {"0xa": (0, 1, 2)}
 
     def states(third):
@@ -308,7 +316,7 @@ def page(directory, number: int, progress: int = 1) -> mmap.mmap:
 def answer(directory, number: int, mapped: mmap.mmap, state: dict) -> None:
     """As a rank's thread does."""
     (directory / f"rank{number}.json").write_text(json.dumps(state))
-    while not (asked := mapped[8:16]) != mapped[16:24]:
+    while (asked := mapped[8:16]) == mapped[16:24]:
         time.sleep(0.01)
     mapped[16:24] = asked
 
@@ -438,7 +446,10 @@ def test_a_communicator_whose_name_is_known_later(tmp_path):
 
 
 def test_a_line_that_tells_only_the_name_of_a_communicator_s_group(tmp_path):
-    """torch's description of a group is known after its communicator was made, and replaces torch's name."""
+    """A later line replaces the name of a group.
+
+    torch's description of the group is known only after its communicator was made.
+    """
     made = {
         "communicator": "0xa",
         "rank": 0,

@@ -1,5 +1,7 @@
-"""The emulated GPU's runtime (lab/holmes_lab/gpu/csrc/runtime): the order of things in streams, memory,
-errors."""
+"""The emulated GPU's runtime (lab/holmes_lab/gpu/csrc/runtime).
+
+The tests cover the order in streams, memory and errors.
+"""
 
 import json
 import os
@@ -103,8 +105,10 @@ def test_an_unknown_kernel_is_named(case):
 
 
 def test_the_emulated_clock(case):
-    """Three kernels of 50 MFLOP at 1 GFLOP/s share one GPU: 50 ms of emulated time each, and the host runs
-    ahead."""
+    """Three kernels of 50 MFLOP at 1 GFLOP/s share one GPU.
+
+    Each takes 50 ms of emulated time, and the host runs ahead.
+    """
     early, ends = case("clock", HOLMES_GPU_MFLOPS="1000")
     assert not early
     assert [end >= least for end, least in zip(ends, (50, 100, 150))] == [True] * 3
@@ -145,7 +149,7 @@ def test_memory_is_given_back(case):
 
 
 def test_cuda_graphs_own_no_memory(case):
-    """torch 2.15 asks for the memory of CUDA graphs. It is 0, because CUDA graphs are not emulated."""
+    """Without CUDA graphs, which are not emulated, their memory is 0. torch 2.15 reads that number."""
     assert case("graph_memory") == [[[0, 0]] * 4, 0]
 
 

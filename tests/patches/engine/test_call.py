@@ -77,7 +77,7 @@ def apply(wrap, qualname, **fields):
 
 @by_name
 def double(call, instance, tensor, group):
-    """Wrapper that calls its target with twice the `tensor`, and returns `group` with the result."""
+    """Call the target with twice the `tensor`, and return `group` with the result."""
     return group, call(tensor=2 * tensor)
 
 

@@ -141,9 +141,8 @@ def arguments_for(signature, style, mock_for):
             prefers_position = style is CallStyle.ALL_BY_POSITION
 
         argument = mock_for(parameter.name)
-        if parameter.kind == Parameter.POSITIONAL_ONLY:
-            args.append(argument)
-        elif parameter.kind == Parameter.POSITIONAL_OR_KEYWORD and prefers_position:
+        may_take_position = parameter.kind == Parameter.POSITIONAL_OR_KEYWORD
+        if parameter.kind == Parameter.POSITIONAL_ONLY or (may_take_position and prefers_position):
             args.append(argument)
         else:
             kwargs[parameter.name] = argument

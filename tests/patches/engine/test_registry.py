@@ -52,7 +52,7 @@ def sent(x, dst=1):
 
 @pytest.fixture
 def fw(tmp_path, monkeypatch):
-    """The name of a fresh framework, version 1.5, not imported yet."""
+    """Return the name of a fresh framework, version 1.5, not imported yet."""
     name = f"fw{next(_number)}"
     (tmp_path / name).mkdir()
     for file, text in {"__init__": "", "comm": COMM, "pipe": PIPE, "late": LATE}.items():
@@ -221,8 +221,10 @@ def test_a_misfit_switches_the_whole_feature_off(fw, fields, reason, imported_be
 def test_a_module_of_another_framework_switches_the_feature_off_without_a_warning(
     fw, imported_before, caplog
 ):
-    """A patch of a third module, which the other framework lacks, must not be judged before it is known to be
-    another one."""
+    """A patch of a third module must not be judged before the framework is known.
+
+    The other framework lacks this module.
+    """
     if imported_before:
         load(fw, "comm")
     other = lambda: None  # noqa: E731
@@ -458,8 +460,10 @@ def test_malformed_patches_are_refused(fields):
 
 
 def test_an_option_asks_for_a_feature(fw):
-    """One that nobody asked for is neither on nor told as missing; requiring it without asking is an
-    error."""
+    """An option that nobody sets is neither on nor reported as missing.
+
+    It is an error to require the feature without the option.
+    """
     comm = load(fw, "comm")
     registry = Registry(
         [

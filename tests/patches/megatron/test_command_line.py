@@ -1,5 +1,7 @@
-"""Every flag and key that is read moves the prediction the right way; the rest is named. One row of MOVES for
-each."""
+"""Every flag and key that is read moves the prediction the right way.
+
+MOVES has one row for each. The other flags and keys are named.
+"""
 
 import json
 import tracemalloc
@@ -193,7 +195,7 @@ KEYS = [
 
 
 def figures(argv):
-    """What `holmes plan` would say of this command line's layout."""
+    """Return the figures of `holmes plan` for this command line's layout."""
     said = describe(argv)
     assert said.model is not None, said.trouble
     model, sizes = said.model, (said.sizes or Sizes()).complete(SITE.world_size, 4)
@@ -347,7 +349,7 @@ def test_ds_config_counts_where_the_flags_differ(tmp_path):
 
 
 def test_the_ds_config_of_a_trainer_is_read(tmp_path):
-    """transformers' Trainer takes the file as --deepspeed FILE."""
+    """The Trainer of transformers takes the file as --deepspeed FILE."""
     (tmp_path / "ds.json").write_text(json.dumps({**BASE, "zero_optimization": {"stage": 3}}))
     described = describe(["train.py", "--deepspeed", str(tmp_path / "ds.json"), "--lr", "1"])
     assert described.training["zero"] == 3 and described.training["micro_batch"] == 2

@@ -1,7 +1,8 @@
 """Tests how holmes checks megatron-core's parallel sizes and sets the plan's layers for each pipeline stage.
 
 Most tests need no megatron-core. One starts a new process, in which it compares holmes's results with those
-of the installed megatron-core."""
+of the installed megatron-core.
+"""
 
 import json
 import re
@@ -100,7 +101,7 @@ def test_layout_notation():
 
 
 def default_group(monkeypatch, backend, *, initialized=False, device=None):
-    """A default group of this backend as a program has initialized it, with options of its own."""
+    """Set a default group of this backend, as a program has initialized it with options of its own."""
     look_like_torch(monkeypatch, "2.13")
     own = SimpleNamespace(
         options=SimpleNamespace(_timeout=timedelta(minutes=3)), _is_initialized=lambda: initialized
@@ -217,7 +218,7 @@ def test_recomputation_in_units_that_a_stage_would_cut():
 
 
 def test_where_the_last_unit_ends_is_looked_up_once(monkeypatch):
-    """holmes searches only once for the module megatron.core.recompute, not for every TransformerConfig.
+    """The module megatron.core.recompute is searched for only once, not for every TransformerConfig.
 
     Versions of megatron-core with this module may recompute fewer layers in a stage's last unit.
     Megatron-LM's get_batch makes a TransformerConfig in every micro-batch.

@@ -2,7 +2,8 @@
 
 A shell script computes its command line from variables and files. benchmarks/example_scripts.py runs the
 script with a launcher that only records the command line. `describe` reads the model and the parallel sizes
-from it."""
+from it.
+"""
 
 import sys
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_scripts_give_their_launchers_command_lines(checkout, tmp_path, monkeypa
 @pytest.mark.full(share=4)
 @pytest.mark.parametrize("name, minimum", [("Megatron-LM", 15), ("Megatron-DeepSpeed", 60)])
 def test_every_example_script_is_read_whole(name, minimum, tmp_path):
-    """holmes knows all flags in a checkout's scripts, and reads a model from at least `minimum` scripts."""
+    """All flags in a checkout's scripts are known, and at least `minimum` scripts give a model."""
     descriptions = []
     for _, arguments in command_lines(checkout_or_skip(name), tmp_path):
         descriptions.append(describe(arguments))

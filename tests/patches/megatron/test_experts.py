@@ -21,8 +21,12 @@ ORDER = (5, 0, 7, 2, 1, 6, 3, 4)
 
 
 def of_rank(rank, ranks, seed):
-    """(largest difference of outputs, of the router's gradient, what is refused), and the experts' first
-    numbers."""
+    """Move the experts of one rank's layer to other places, and compare the layer before and after.
+
+    Returns:
+        (largest difference of outputs, of the router's gradient, what is refused), and the experts'
+        first numbers
+    """
     sys.path[:0] = [
         os.path.join(ROOT, "integration_tests", "scripts"),
         os.path.join(ROOT, "integration_tests"),

@@ -1,5 +1,7 @@
-"""patches/megatron_gather, on stand-ins for megatron-core's DistributedDataParallel and
-DistributedOptimizer."""
+"""Tests of patches/megatron_gather.
+
+megatron-core's DistributedDataParallel and DistributedOptimizer are stand-ins.
+"""
 
 from types import SimpleNamespace
 
@@ -57,7 +59,7 @@ def asked_for(monkeypatch):
 
 @pytest.fixture
 def parts():
-    """(ddp, dense optimizer, log)"""
+    """Return (ddp, dense optimizer, log)."""
     log = []
     dense, experts = (
         [Group("last layers", log), Group("first layers", log)],

@@ -120,8 +120,10 @@ json.dump({"differ": differ, "compared": compared, "taken": taken}, sys.stdout)
 @full
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_every_order_gives_rank_generators_groups():
-    """All 120 orders of the axes, with context and expert sizes; and orders that leave axes out or cannot be
-    read."""
+    """All 120 orders of the axes give RankGenerator's groups, with context and expert sizes.
+
+    Some orders leave axes out or cannot be read.
+    """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ORDERS],
         capture_output=True,

@@ -1,6 +1,7 @@
 """Tests what holmes sets in Megatron-LM's arguments, and how it checks Megatron-LM's checkpoints.
 
-The parser and the arguments are stand-ins with the names of Megatron-LM's."""
+The parser and the arguments are stand-ins with the names of Megatron-LM's.
+"""
 
 import argparse
 import sys
@@ -25,7 +26,7 @@ SITE = example()
 
 @pytest.fixture
 def active(monkeypatch):
-    """A function that makes a session with this plan the active one."""
+    """Return a function that makes a session with this plan the active one."""
 
     def activate(overlap="auto", **changes):
         options = Options(cluster="two.toml", overlap=overlap)
@@ -43,7 +44,7 @@ def active(monkeypatch):
 
 
 def arguments(**changes):
-    """What Megatron-LM's validate_args is called with, as far as it matters here."""
+    """Return the arguments of Megatron-LM's validate_args that matter here."""
     return SimpleNamespace(
         **{
             "hybrid_layer_pattern": None,

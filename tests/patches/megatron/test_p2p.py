@@ -1,6 +1,8 @@
-"""Over which groups megatron-core's pipeline sends: a batch of NCCL's makes the communicator of ALL ranks of
-its group at first use (torch's ProcessGroupNCCL, where no device is bound), so a group that one rank uses all
-its ranks must use.
+"""The groups over which megatron-core's pipeline sends.
+
+A batch of NCCL's makes the communicator of ALL ranks of its group at first use (torch's
+ProcessGroupNCCL, where no device is bound). So if one rank uses a group, all ranks of the group
+must use it.
 """
 
 import functools
@@ -35,9 +37,11 @@ class Group:
 
 @pytest.fixture
 def used(monkeypatch):
-    """used(site, plan, rank, ranks, ring, stage links): groups, by their ranks, over which `rank` of
-    the pipeline
-    group `ranks` sends or receives in batches; stage links: stage_links.py makes the groups."""
+    """Return a function that lists the groups over which a rank sends or receives in batches.
+
+    Its arguments are (site, plan, rank, ranks, ring, stage links): `rank` of the pipeline group
+    `ranks`; with stage links, stage_links.py makes the groups. Each group is given by its ranks.
+    """
     now = SimpleNamespace()
     monkeypatch.setattr(
         p2p, "registry", lambda: SimpleNamespace(is_on=lambda name: now.stage_links)
@@ -106,7 +110,7 @@ def used(monkeypatch):
 
 @functools.cache
 def planned(seed):
-    """A random site and its plan."""
+    """Return a random site and its plan."""
     rng = random.Random(seed)
     site = random_sites.site(rng)
     return site, build_plan(site, random_sites.sizes(rng, site.world_size))

@@ -8,8 +8,10 @@ from holmes_ext.patches.megatron.reduce.tied import own_shard
 
 
 def chunk(rank, ranks=4, distributed=True, first=128, elements=100):
-    """A weight of `elements` that starts 20 after its bucket, which starts at `first` and has 160
-    elements."""
+    """Return a weight of `elements` that starts 20 after its bucket.
+
+    The bucket starts at `first` and has 160 elements.
+    """
     weight = object()
     bucket = SimpleNamespace(offset=first, grad_data=SimpleNamespace(numel=lambda: 160))
     group = SimpleNamespace(size=lambda: ranks, rank=lambda: rank)

@@ -1,5 +1,7 @@
-"""DistributedDataParallel over two clusters of two: the same weights as stock's, whatever option the program
-takes."""
+"""DistributedDataParallel over two clusters of two.
+
+The weights are the same as stock's, whatever option the program takes.
+"""
 
 import io
 import os
@@ -187,7 +189,7 @@ def own_hook(wrapped):
 
 
 def told(rank, function, *args):
-    """What the function returns, and what holmes said meanwhile."""
+    """Return the function's result, and what holmes printed meanwhile."""
     sys.stderr = io.StringIO()
     try:
         return function(rank, *args), sys.stderr.getvalue()
@@ -264,7 +266,12 @@ def test_inside_a_cluster_nothing_is_touched():
 
 
 def seen(rank):
-    """(largest difference from stock, MB of all-reduces that torch.distributed.all_reduce was asked for)"""
+    """Return the difference from stock and the traffic of all-reduces.
+
+    Returns:
+        (largest difference from stock, MB of all-reduces that went through
+        torch.distributed.all_reduce)
+    """
     stock, *_ = train(rank, {}, {})
     start(rank, "a ib 2Gb/s a[0-3]", telemetry="somewhere")
     asked, all_reduce = [], dist.all_reduce

@@ -1,5 +1,7 @@
-"""FSDP2 and FSDP1 over two clusters: what is told, and --holmes-fsdp hybrid's losses, groups and
-checkpoints."""
+"""FSDP2 and FSDP1 over two clusters: messages, and --holmes-fsdp hybrid.
+
+Hybrid's losses, groups and checkpoints are compared with stock's.
+"""
 
 import io
 import sys
@@ -63,7 +65,7 @@ def start(rank, *clusters, world=4, **options):
 
 
 def test_units_are_looked_through_once(monkeypatch):
-    """holmes's wrapper of FSDP2's _lazy_init reads the list of all sharded modules only in its first call.
+    """The wrapper of FSDP2's _lazy_init reads the list of all sharded modules only in its first call.
 
     FSDP2 calls _lazy_init in every forward pass, which would otherwise become slower.
     """
@@ -127,7 +129,11 @@ def train(made, rank, steps=4, accumulate=1, optimizer=None):
 
 
 def both(rank, more, steps):
-    """(losses of stock, of hybrid, hybrid's mesh, what was said)"""
+    """Train with FSDP2 as it is and with hybrid.
+
+    Returns:
+        (losses of stock, of hybrid, hybrid's mesh, what was printed)
+    """
     stock = train(shard(**more), rank, **steps)
     start(rank, fsdp="hybrid")
     made = shard(**more)
@@ -252,7 +258,11 @@ def test_what_hybrid_cannot_do_is_one_line(function, what):
 
 
 def checkpoint(rank, directory, saved_hybrid):
-    """(the loss that follows in the job that saved, in the one that loaded under the other mesh)"""
+    """Save a checkpoint in one job, and load it in another one under the other mesh.
+
+    Returns:
+        (the next loss in the job that saved, in the one that loaded)
+    """
     losses = []
     before, after = (True, False) if saved_hybrid else (False, True)
     for hybrid, loads in ((before, False), (after, True)):

@@ -419,7 +419,7 @@ def test_each_name_of_nccl_gets_the_planned_network(torch_2_15, backend):
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1, 2)], ids=["member", "no member"])
 def test_members_and_other_ranks_agree_that_a_communicator_is_postponed(torch_2_15, ranks):
-    """torch reads lazy_init on all ranks: without it, they split the communicator of all ranks together."""
+    """All ranks must read lazy_init: without it, torch splits the communicator of all ranks together."""
     program_options = OptionsOf215()
     with communicators.postponed():
         options = options_of_new_group("nccl", ranks, program_options)

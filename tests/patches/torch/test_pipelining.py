@@ -1,5 +1,8 @@
-"""torch.distributed.pipelining over two clusters of two: the same weights as stock's under every schedule,
-messages over the pairs' groups, and reductions that end with the schedule."""
+"""torch.distributed.pipelining over two clusters of two.
+
+The weights are the same as stock's under every schedule. Messages go over the pairs' groups, and
+reductions end with the schedule.
+"""
 
 import io
 import sys
@@ -287,7 +290,11 @@ SCHEDULE = (
 
 
 def in_listed_passes(rank, schedule, data):
-    """(difference of the weights to stock's, what was told, weights' gradients that waited)"""
+    """Train with weights' gradients in passes of their own.
+
+    Returns:
+        (difference of the weights to stock's, the messages, weights' gradients that waited)
+    """
     said = sys.stderr = io.StringIO()
     stages, stock_data = (4, "") if not data else (2, data)
     stock, _ = train(stages, schedule, data=stock_data)

@@ -167,7 +167,7 @@ def test_a_shrunk_group_without_a_description_is_recorded_by_its_name(current):
 
 
 def test_a_shrunk_nccl_group_gets_options_for_its_ranks(current, monkeypatch):
-    """holmes derives them from the program's options and those of the former group."""
+    """The options come from the program's options and those of the former group."""
     arguments_of_nccl_options = []
 
     def nccl_options(current, ranks, backend, program_options, timeout, name, parent_options):
@@ -187,7 +187,7 @@ def test_a_shrunk_nccl_group_gets_options_for_its_ranks(current, monkeypatch):
 
 
 def test_a_call_of_shrink_group_by_an_excluded_rank_only_calls_torch(current):
-    """torch raises an error then. This process has rank 0 in the group."""
+    """An excluded rank gets an error of torch. This process has rank 0 in the group."""
     shrink_group(current, ranks_to_exclude=[0], group=Group([0, 1, 3]))
     assert len(current.calls) == 1 and recorded_groups(current) == []
 
@@ -232,7 +232,7 @@ def test_a_reconfigured_group_is_recorded_if_its_members_change(current):
 
 
 def test_a_set_of_handles_is_sorted(current):
-    """torch assigns the new ranks in sorted order if the program passes a set."""
+    """If the program passes a set, torch assigns the new ranks in sorted order."""
     reconfigure_default_group(
         current, uuid=1, handles={handle(2, -1), handle(0, -1), handle(1, -1)}
     )

@@ -84,7 +84,7 @@ def test_torch_uses_torchcomms_without_holmes(run_script):
 
 
 def test_the_job_runs_if_torchcomms_is_not_installed(run_script):
-    """torch then ignores the environment variable and uses its own backends, which holmes supports."""
+    """Without torchcomms, torch ignores the variable and uses its own backends, which holmes supports."""
     process = run_script("--holmes", is_installed=False, **{SWITCH: "1"})
     assert process.returncode == 0, process.stderr
     assert "trained over ProcessGroupGloo" in process.stdout, process.stderr

@@ -28,8 +28,11 @@ WORK = Workload(0.03, 0.06, 8, 13e6, 4e5, 4e6, 4e6, 4e6)
 
 
 def make_site(clusters, processes=1, interleave=False):
-    """clusters: [(nodes, names of their fabrics beside Ethernet)]; the launcher goes through them in turn
-    with `interleave`."""
+    """Return a site of these clusters.
+
+    clusters: [(nodes, names of their fabrics beside Ethernet)]. With `interleave`, the launcher
+    goes through the clusters in turn.
+    """
     names = list(dict.fromkeys(fabric for _, own in clusters for fabric in own))
     fabrics = [Fabric(name, "ib", int(RATES[index % 4]), 2e-6) for index, name in enumerate(names)]
     fabrics.append(Fabric(ETHERNET, "ethernet", int(250e6), 30e-6))
@@ -74,15 +77,18 @@ def plain(*counts, **options):
 
 
 def spanning(site, order, sizes):
-    """Whether any group of `order` falls to Ethernet though one of its nodes has better: from the definition,
-    group by group."""
+    """Return whether any group of `order` falls to Ethernet though one of its nodes has better.
+
+    This follows the definition, group by group.
+    """
     sizes = sizes.complete(site.world_size)
     for kind in ("data", "tensor", "context", "expert"):
         for group in groups(sizes, kind):
             members = {order[rank // site.processes] for rank in group}
-            if len(members) > 1 and site.shared_fabric(members).name == ETHERNET:
-                if any(site.shared_fabric([name]).name != ETHERNET for name in members):
-                    return True
+            if len(members) == 1 or site.shared_fabric(members).name != ETHERNET:
+                continue
+            if any(site.shared_fabric([name]).name != ETHERNET for name in members):
+                return True
     return False
 
 
@@ -191,8 +197,10 @@ def test_nodes_on_several_fabrics_and_shared_fabrics(seed):
 
 
 def test_a_fit_group_by_group_that_no_component_has():
-    """Every group shares a fabric, yet no fabric holds all four nodes (rails): found because small sites are
-    searched whole."""
+    """Every group may share a fabric though no fabric holds all four nodes (rails).
+
+    Such an order is found because small sites are searched whole.
+    """
     site = make_site([(1, ("p", "r")), (1, ("p", "s")), (1, ("q", "r")), (1, ("q", "s"))])
     assert pack({0: 1, 1: 1, 2: 1, 3: 1}, dict(enumerate(("pr", "ps", "qr", "qs"))), 4) is None
     check(site, Sizes(1, 2))
@@ -201,8 +209,10 @@ def test_a_fit_group_by_group_that_no_component_has():
 
 @pytest.mark.full(share=4)
 def test_heuristic_stays_close_to_brute_force():
-    """A budget of 6 orders forces what large sites get: feasibility exact, time near the least, never worse
-    than the launcher's."""
+    """The heuristic is close to the best order, with a budget of 6 orders, as large sites get.
+
+    Feasibility is exact. The time is near the least, and never worse than the launcher's.
+    """
     worst = 1.0
     for counts, processes, sizes, interleave in cases(100, 7):
         site = plain(*counts, processes=processes, interleave=interleave)
@@ -244,8 +254,10 @@ def test_slow_fabric_goes_last():
 
 
 def test_no_spanning_goes_before_time():
-    """Nothing to reduce and much to send: the mixed stages would be faster by the model, and still
-    only stage links may cross."""
+    """No group spans clusters, even if the model predicts that mixed stages are faster.
+
+    There is nothing to reduce and much to send, and still only stage links may cross.
+    """
     site = plain(2, 2, interleave=True)
     heavy = Workload(0.03, 0.06, 8, gradient_bytes=0, activation_bytes=1e8)
     placed = place(site, Sizes(2), heavy)
@@ -270,8 +282,10 @@ def test_issue_examples():
 
 
 def test_stages_that_share_nodes_partly():
-    """3 ranks a stage, 2 processes a node: two stages share every third node, so whole triples go into one
-    cluster."""
+    """With 3 ranks a stage and 2 processes a node, two stages share every third node.
+
+    So whole triples go into one cluster.
+    """
     site = plain(3, 6, processes=2, interleave=True)
     assert len(Placement.of(Sizes(6).complete(18), 2, [0] * 9).components) == 3
     assert not spans_networks(site, place(site, Sizes(6)))
@@ -309,8 +323,10 @@ def test_spanning_says_which_and_what_it_costs():
 
 
 def test_tensor_groups_are_broken_last():
-    """Stages of 4 nodes in tensor pairs: the mixed stage keeps its pairs whole, so only data-parallel groups
-    span."""
+    """The mixed stage keeps its tensor pairs whole, so only data-parallel groups span.
+
+    The stages have 4 nodes in tensor pairs.
+    """
     site = plain(2, 6, interleave=True)
     placed = place(site, Sizes(2, 2))
     assert {spanning.kind for spanning in spanning_of(site, placed)} == {"data"}

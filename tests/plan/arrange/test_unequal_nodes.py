@@ -46,7 +46,7 @@ def test_no_order_of_the_nodes_is_better(pipeline, tensor):
 
 
 def named(order):
-    """a b a -> a0 b0 a1"""
+    """Add numbers to the nodes of each cluster: "a b a" becomes "a0 b0 a1"."""
     numbers = {"a": itertools.count(), "b": itertools.count()}
     return [f"{cluster}{next(numbers[cluster])}" for cluster in order]
 

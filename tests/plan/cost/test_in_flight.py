@@ -19,8 +19,10 @@ from holmes_ext.plan.schedule import passes
 
 
 def walk(orders, forward, backward, transfer):
-    """Seconds at which every stage has ended its passes, messages on their own; None where passes wait for
-    ever."""
+    """Return the seconds at which every stage has ended its passes, messages on their own.
+
+    None where passes wait for ever.
+    """
     done, clock, place = {}, [0.0] * len(orders), [0] * len(orders)
     while any(at < len(order) for at, order in zip(place, orders)):
         moved = False
@@ -62,8 +64,10 @@ def test_half_a_stage_needs_one_more():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_stage_link_is_hidden(seed):
-    """But for the first and the last transfer: the step is within the pipeline's fill of one with free
-    stage links."""
+    """All transfers but the first and the last are hidden.
+
+    The step is within the pipeline's fill of a step with free stage links.
+    """
     rng = random.Random(seed)
     stages, micro_batches = rng.randint(2, 5), rng.choice((8, 16, 32))
     forward, backward = [1.0] * stages, [2.0] * stages
@@ -90,8 +94,11 @@ def test_an_stage_link_slower_than_the_stages_sets_the_pace():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_no_more_than_memory_holds_and_the_fastest_of_those(seed):
-    """Of all numbers that fit, none makes a step that is shorter by more than what the fill and one pass more
-    give."""
+    """The chosen number of micro-batches fits into memory, and is the fastest of those that fit.
+
+    No other number that fits makes a step that is shorter by more than what the fill and one more
+    pass give.
+    """
     rng = random.Random(seed)
     stages, micro_batches = rng.choice((2, 3)), 24
     busy = [3.0 * rng.choice((1.0, 1.0, 1.5)) for _ in range(stages)]

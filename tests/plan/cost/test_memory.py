@@ -1,12 +1,14 @@
-"""plan/cost/model.py against bytes that torch really holds: a Megatron-like GPT in bf16 and fp32, its saved
-tensors counted at their fullest.
+"""plan/cost/model.py against the bytes that torch really holds.
+
+The model is a Megatron-like GPT in bf16 and fp32, whose saved tensors are counted at their fullest.
 
 The block is Megatron's: fused qkv, scores through softmax and dropout, GeLU, dropout before both residual
 additions (Korthikanti et al. 2022, figure 3). Saved tensors are counted by storage, from when autograd packs
 them to when it frees them. torch's CPU dropout keeps its mask in the tensor's own type where a GPU (and the
 formula) has one byte for two of 16 bits: that is added to the formula here. Stated: what is kept within 1 %;
 at the peak of a backward that recomputes the formula is 0 to 45 % too much, since part of the block is freed
-by then."""
+by then.
+"""
 
 import weakref
 from dataclasses import replace
@@ -17,7 +19,7 @@ from holmes_ext.plan.cost.model import Mode, Model, in_flight, stage_memory, wor
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
+from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 
@@ -44,7 +46,7 @@ WITHIN = 0.01
 
 
 def expected(model, width=2):
-    """The formula's bytes of all blocks, with masks as wide as torch's CPU has them."""
+    """Return the formula's bytes of all blocks, with masks as wide as torch's CPU has them."""
     size = model.micro_batch * model.sequence * model.hidden
     masks = {"none": 2 + model.heads * model.sequence / model.hidden, "selective": 2, "full": 0}[
         model.recompute
@@ -62,7 +64,7 @@ class Block(nn.Module):
 
     def core(self, q, k, v):
         scores = torch.bmm(q, k.transpose(1, 2)) * (q.shape[-1] ** -0.5)
-        return torch.bmm(F.dropout(torch.softmax(scores, -1), 0.1), v)
+        return torch.bmm(functional.dropout(torch.softmax(scores, -1), 0.1), v)
 
     def whole(self, x):
         b, s, h = x.shape
@@ -77,10 +79,10 @@ class Block(nn.Module):
             if self.recompute == "selective"
             else self.core(q, k, v)
         )
-        x = x + F.dropout(
+        x = x + functional.dropout(
             self.proj(attended.view(b, self.heads, s, -1).transpose(1, 2).reshape(b, s, h)), 0.1
         )
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), 0.1)
+        return x + functional.dropout(self.down(functional.gelu(self.up(self.norm2(x)))), 0.1)
 
     def forward(self, x):
         return (
@@ -103,12 +105,12 @@ class Stage(nn.Module):
 
     def forward(self, x):
         if self.words is not None:
-            x = F.dropout(self.words(x) + self.places(torch.arange(x.shape[1])), 0.1)
+            x = functional.dropout(self.words(x) + self.places(torch.arange(x.shape[1])), 0.1)
         for block in self.blocks:
             x = block(x)
         if self.head is None:
             return x.float().sum()
-        return F.cross_entropy(
+        return functional.cross_entropy(
             self.head(self.norm(x)).flatten(0, 1).float(),
             torch.zeros(x.shape[0] * x.shape[1], dtype=torch.long),
         )
@@ -151,7 +153,11 @@ class _Held:
 
 
 def measured(model, micro_batches=1, first=False, last=False, dtype=torch.bfloat16):
-    """(saved after `micro_batches` forwards, peak including one backward), bytes."""
+    """Measure the bytes that torch holds.
+
+    Returns:
+        (saved after `micro_batches` forwards, peak including one backward)
+    """
     torch.manual_seed(0)
     stage = Stage(model, first, last).to(dtype)
     counter, losses = Counter(stage), []
@@ -210,8 +216,10 @@ def test_recomputing_never_takes_more_than_the_formula(recompute):
 
 @pytest.mark.parametrize("zero, shards", [(0, 1), (1, 4)])
 def test_states(zero, shards):
-    """fp32 Adam: weights, gradients and two moments as torch allocates them; ZeRO-1 leaves a rank its share
-    of the moments."""
+    """The states of fp32 Adam are weights, gradients and two moments, as torch allocates them.
+
+    ZeRO-1 leaves a rank its share of the moments.
+    """
     model = replace(MODEL, activation_width=4, gradient_width=4, state_bytes=16)
     stage = Stage(model, True, True)
     optimizer = torch.optim.Adam(stage.parameters())
@@ -233,8 +241,11 @@ def test_states(zero, shards):
 
 
 def test_under_way():
-    """1F1B: p - s. Interleaved: the first stage keeps (1 + (p - 1) / (p v)) p micro-batches, as in arXiv
-    2104.04473, section 2.2 and 2205.05198."""
+    """With 1F1B, stage s of p has p - s micro-batches under way.
+
+    Interleaved: the first stage keeps (1 + (p - 1) / (p v)) p micro-batches, as in arXiv
+    2104.04473, section 2.2 and 2205.05198.
+    """
     assert [in_flight(stage, 4, 1, 8) for stage in range(4)] == [4, 3, 2, 1] and in_flight(
         0, 4, 1, 2
     ) == 2

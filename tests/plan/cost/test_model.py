@@ -27,8 +27,10 @@ def test_parameters_are_narayanans_and_the_final_norm():
 
 
 def test_flops_are_narayanans():
-    """arXiv 2104.04473, equation 3: 96 B s l h^2 (1 + s/6h + V/16lh) with every block recomputed; the look-up
-    is left out there."""
+    """Equation 3 of arXiv 2104.04473: 96 B s l h^2 (1 + s/6h + V/16lh) with every block recomputed.
+
+    The look-up is left out there.
+    """
     model = replace(load_model(EXAMPLES / "gpt_7.5b.toml"), recompute="full", micro_batch=4)
     b, layers, h, v, s = 4, 36, 4096, 51200, 2048
     formula = 96 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
@@ -38,7 +40,10 @@ def test_flops_are_narayanans():
 
 
 def test_memory_is_korthikantis():
-    """arXiv 2205.05198, table 2, GPT of hidden 64, 4 heads, sequence 32: bytes of a block and micro-batch."""
+    """Table 2 of arXiv 2205.05198 gives the bytes of a block and micro-batch.
+
+    The GPT has hidden size 64, 4 heads and sequences of 32.
+    """
     sbh, scores = 32 * 64, 5 * 4 * 32 / 64
 
     def kept(tensor, recompute):

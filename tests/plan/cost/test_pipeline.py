@@ -1,5 +1,4 @@
-"""pipeline: the formula and the walk of 1F1B against a simulation operation by operation; orders of
-passes."""
+"""The formula and the walk of 1F1B against a simulation operation by operation; orders of passes."""
 
 import random
 
@@ -48,8 +47,10 @@ def test_the_formula_with_stage_links_within_a_tenth():
 
 
 def test_the_formula_with_slow_stage_links_are_never_too_early():
-    """A stage link in the middle slows the run of stages around it: those that end with the last stage
-    are not enough (13 % too early)."""
+    """A stage link in the middle slows the run of stages around it.
+
+    The stages that end with the last stage are not enough: the formula would be 13 % too early.
+    """
     rng = random.Random(0)
     for _ in range(500):
         stages, micro = rng.randint(2, 8), rng.randint(1, 40)

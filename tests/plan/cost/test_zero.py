@@ -33,8 +33,10 @@ FLAT = Limits(
 
 
 def priced(model, **allowed):
-    """Prices and step of the only shape within limits, on 2 + 2 nodes with 250 Mb/s of Ethernet and no
-    latency."""
+    """Return prices and step of the only shape within limits.
+
+    The site has 2 + 2 nodes with 250 Mb/s of Ethernet and no latency.
+    """
     spec = load_spec(EXAMPLES / "two_clusters_4.toml")
     site = site_from_spec(replace(spec, ethernet_latency_s=0.0))
     limits = Limits({**FLAT.allowed, **{name: (value,) for name, value in allowed.items()}})
@@ -55,8 +57,10 @@ def every_layer(job):
     [(0, 0, 0, 2 * 4), (1, 0, 0, 4 + 2), (2, 1, 0, 2), (3, 1, 2, 0)],
 )
 def test_what_zero_sends(zero, gradients, weights, once):
-    """By hand, n = 4 ranks, 3 micro-batches, 4 bytes of gradients and 2 of weights: 3/4 of every
-    reduce-scatter and gather through each NIC."""
+    """ZeRO sends 3/4 of every reduce-scatter and gather through each NIC, counted by hand.
+
+    There are n = 4 ranks, 3 micro-batches, 4 bytes of gradients and 2 of weights.
+    """
     job, step_s = priced(replace(MODEL, tied=False, gpus={}, gpu=FREE), zero=zero)
     parameters = sum(layer.parameters for layer in every_layer(job))
     expected = 3 / 4 * parameters * (3 * (4 * gradients + 2 * weights) + once)
@@ -64,8 +68,10 @@ def test_what_zero_sends(zero, gradients, weights, once):
 
 
 def test_what_experts_send():
-    """4 all-to-alls of a block and micro-batch: 256 tokens to 2 experts each, 1024 wide, 16 bits, 3 of 4 to
-    other ranks; gradients of all but experts."""
+    """Experts send 4 all-to-alls of a block and micro-batch, and the gradients of all but experts.
+
+    256 tokens go to 2 experts each, 1024 wide, 16 bits, 3 of 4 to other ranks.
+    """
     job, step_s = priced(
         replace(MODEL, tied=False, gpus={}, gpu=FREE, experts=4, experts_per_token=2),
         expert=4,

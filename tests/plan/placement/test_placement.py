@@ -19,7 +19,10 @@ def small_sizes():
 
 
 def tied_components(sizes, processes, world):
-    """Sets of slots connected by groups other than pipeline ones: flood fill over the groups themselves."""
+    """Return the sets of slots that groups other than pipeline ones connect.
+
+    They are found by a flood fill over the groups themselves.
+    """
     slots = [
         {rank // processes for rank in group} for kind in INSIDE for group in groups(sizes, kind)
     ]

@@ -35,7 +35,10 @@ UNEQUAL_SEEDS = some(range(200, 400), *range(200, 206), 230)
 
 
 def case(pick, unequal=False):
-    """A random search, nothing found: two or three clusters, flat or with links between, GPUs that differ."""
+    """Return a random search with no result yet.
+
+    It has two or three clusters, flat or with links between, and GPUs that differ.
+    """
     names = "abc"[: pick.choice((2, 2, 3))]
     rates = [pick.choice(("20Gb/s", "100Gb/s", "400Gb/s")) for _ in names]
     kinds, each = pick.choice((("ib", "roce", "ib"), ("roce", "ib", "roce"))), pick.choice((2, 4))

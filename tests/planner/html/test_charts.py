@@ -110,7 +110,7 @@ def test_the_limits_of_the_what_if_chart_come_from_its_data(without_b, width):
         low, high = axis.get_ylim()
         seconds = [second for line in axis.lines[:2] for second in line.get_ydata()]
         shares = [log(second / low) / log(high / low) for second in seconds]
-        assert 0.03 < min(shares) and max(shares) < 0.97  # no marker lies on the border
+        assert min(shares) > 0.03 and max(shares) < 0.97  # no marker lies on the border
     (left, right) = draw_what_if(without_b, width).axes
     extremes = [line.get_ydata() for axis in (left, right) for line in axis.lines[:2]]
     low, high = left.get_ylim()

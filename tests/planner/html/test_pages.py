@@ -1,5 +1,8 @@
-"""The pages of `holmes plan`, `report` and `demo` in a real browser: nothing in its console, no text over
-another or cut, nothing asked of the network; on a phone's width and a desk's, light and dark."""
+"""The pages of `holmes plan`, `report` and `demo` in a real browser.
+
+The console stays empty, no text is cut or lies over another one, and the page uses no network. Each
+page is tried on a phone's width and a desk's, light and dark.
+"""
 
 from __future__ import annotations
 

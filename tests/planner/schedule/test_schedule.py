@@ -1,5 +1,7 @@
-"""plan/passes: what a list of passes must be, what is found, the bound, and that the simulation prices it
-alike."""
+"""Lists of passes (plan/passes): valid lists, lists that are found, and their bound.
+
+The simulation gives each list the same price.
+"""
 
 import random
 from dataclasses import replace
@@ -100,10 +102,11 @@ def test_no_schedule_beats_the_bound_or_the_memory(seeds):
 #: 4 stages over 2 clusters with 40 ms between, 16 micro-batches; a pass of 10, 20 or 40 ms.
 @pytest.mark.parametrize("pass_s", [0.01, 0.02, 0.04])
 def test_what_is_found_at_40_ms(pass_s):
-    """At the memory of each stage under 1F1B with as many in flight as hide the stage links: the least
-    of all (the
-    bound), and that is less than a tenth. Where every stage has the memory of the fullest: 1.10 times as
-    fast."""
+    """The list that is found has the least time of all (the bound), if each stage keeps its memory.
+
+    A stage's memory is that of 1F1B with as many in flight as hide the stage links. The list gains
+    less than a tenth then. Where every stage has the memory of the fullest, it is 1.10 times as fast.
+    """
     one, stage_links = (pass_s,) * 4, (0.02 * pass_s, 0.04, 0.02 * pass_s)
     held = quickest_in_flight(one, (2 * pass_s,) * 4, stage_links, 16, (0.0,) * 3, ())
     now = max(walked_ends(one, (2 * pass_s,) * 4, stage_links, 16, held))
@@ -126,8 +129,10 @@ def costs_of(times):
 
 
 def test_the_simulation_prices_it_as_it_is_walked():
-    """On one node, where stage links are free; and weights' gradients do not hold up what the stage
-    before waits for."""
+    """The simulation prices a list as the walk does on one node, where stage links are free.
+
+    Weights' gradients do not hold up what the stage before waits for.
+    """
     for seed in range(20):
         times, rng = drawn(seed)
         times = replace(times, transfer=(0.0,) * (len(times.forward) - 1))
@@ -144,8 +149,11 @@ def test_the_simulation_prices_it_as_it_is_walked():
 
 
 def test_the_simulation_prices_receives_where_the_list_posts_them():
-    """Of two stages with half a second between, each stage link's messages in one order: a message
-    leaves when the sender has the word that its receive is posted."""
+    """A message leaves when the sender has the word that its receive is posted.
+
+    There are two stages with half a second between them, and each stage link's messages have one
+    order.
+    """
     site, waited = (
         site_from_spec(parse_spec(SLOW.replace("40ms", "500ms").replace("[0-1]", "0"))),
         0,

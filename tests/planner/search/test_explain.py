@@ -80,8 +80,11 @@ def test_a_stage_that_memory_keeps_thin():
 
 
 def test_a_slow_stage_link_keeps_the_stages_beside_it_thin():
-    """Two stages in each cluster, Ethernet between the second and the third; without sequence parallelism the
-    whole activation crosses."""
+    """Few layers go to the stages beside a slow stage link.
+
+    There are two stages in each cluster, and Ethernet between the second and the third. Without
+    sequence parallelism the whole activation crosses.
+    """
     site = clusters.site(
         "a ib 100Gb/s a[0-3]", "b roce 100Gb/s b[0-3]", ethernet="0.5Gb/s", processes=2
     )

@@ -10,7 +10,7 @@ from holmes_ext.plan.partition import balanced
 
 
 def costs_of(rng):
-    """A random job; some stage links have a latency, which holds up nothing behind it."""
+    """Return a random job; some stage links have a latency, which holds up nothing behind it."""
     stages, layers = rng.choice((2, 3, 4)), rng.randint(4, 9)
     each = (
         [rng.uniform(0.2, 1) for _ in range(stages)]

@@ -1,5 +1,7 @@
-"""planner/search/search.py: the optimality gap of simulated steps, against every plan of a small space
-simulated."""
+"""The optimality gap of simulated steps (planner/search/search.py).
+
+It is compared with every plan of a small space, each simulated.
+"""
 
 import time
 from dataclasses import replace

@@ -55,7 +55,7 @@ def least(found):
 
 
 def exhaustive(site, model, batch, limits=Limits(), overlap=False):
-    """The least step in closed form over every shape, placement and split that fits."""
+    """Return the least step in closed form over every shape, placement and split that fits."""
     result, best, count = asked(site, model, batch, limits, overlap), None, 0
     evaluator = Evaluator(result)
     for shape in shapes(result.network, model, batch, limits):
@@ -74,7 +74,10 @@ def exhaustive(site, model, batch, limits=Limits(), overlap=False):
 
 
 def check_least(found, wanted):
-    """The winner in closed form is exhaustive search's, as far as moving single blocks finds it."""
+    """Check that the winner is exhaustive search's in closed form.
+
+    The search moves single blocks only, which may leave 1 %.
+    """
     assert wanted * (1 - 1e-9) <= least(found) <= wanted * 1.01
 
 
@@ -112,8 +115,10 @@ def test_three_clusters_and_uneven_ones():
 
 
 def test_data_across_the_clusters_when_that_is_faster():
-    """With Ethernet faster than the fabrics a pipeline gains nothing; with a slow one gradients stay
-    inside."""
+    """With Ethernet faster than the fabrics, data parallelism crosses the clusters.
+
+    A pipeline gains nothing then. With a slow Ethernet, gradients stay inside.
+    """
     limits = parse_limits(["tensor=1", "context=1", "pipeline=1,2", "micro_batch=1", "virtual=1"])
     fast = search(small("400Gb/s"), MODEL, 16, limits).best
     slow = search(small("100Mb/s"), MODEL, 16, limits).best
@@ -284,8 +289,10 @@ def test_simulated_candidates_come_first():
 
 
 def test_measured_links_change_the_search():
-    """A slow curve makes steps longer, in closed form and simulated; bounds stay bounds; a what-if starts
-    from the curve."""
+    """A slow measured curve makes steps longer, in closed form and simulated.
+
+    Bounds stay bounds, and a what-if starts from the curve.
+    """
     points = ((1024, 2e-3), (65536, 5e-3), (4194304, 0.2))
     links = Links({"ethernet": Link("ethernet", fit(points), fit(points))})
     limits = parse_limits(["recompute=none", "micro_batch=1,2"])

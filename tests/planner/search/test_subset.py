@@ -111,7 +111,7 @@ def test_too_many_nodes(count):
 
 
 def case(seed, nodes):
-    """A random site of so many nodes, and what is trained on how many of them."""
+    """Return a random site with this number of nodes, a model, and how many of the nodes train it."""
     rng, toml, pipeline, count = random_site(seed, nodes)
     spec, data = parse_spec(toml), count // pipeline
     model = on_clusters(
@@ -143,8 +143,11 @@ def idle_of(site):
 
 @pytest.mark.parametrize("seed", [*range(30), 154, 221])
 def test_the_best_of_all_subsets_of_random_sites(seed):
-    """Enumerated: node by node, where two subsets with as many nodes of each cluster have one price; and no
-    step is below the floor of a family that its subset is in."""
+    """The search finds the best of all subsets, which are enumerated node by node.
+
+    Two subsets with as many nodes of each cluster have one price. No step is below the floor of a
+    family that its subset is in.
+    """
     rng, site = case(seed, random.Random(seed).randrange(4, 13))
     idle = idle_of(site)
     prices = {counts: site.price(counts).step_s for counts in every(idle, site.count)}
@@ -163,8 +166,11 @@ def test_the_best_of_all_subsets_of_random_sites(seed):
 
 
 def test_equal_parts_of_three_clusters_are_above_the_floor_of_two():
-    """NCCL sums hierarchically over clusters with equally many ranks, so 4 + 4 + 4 nodes and not 4 + 8: yet
-    the eight of open clusters are a floor."""
+    """The floor of two clusters is a floor for equal parts of three.
+
+    NCCL sums hierarchically over clusters with equally many ranks, so 4 + 4 + 4 nodes and not 4 +
+    8: yet the eight of open clusters are a floor.
+    """
     three = (f"{name} ib 400Gb/s {name}[0-3]" for name in "abc")
     spec = clusters.spec(*three, ethernet="25Gb/s", processes=8)
     model = on_clusters(

@@ -38,7 +38,10 @@ def result_on(*lines, limits=LIMITS, overlap=False, ethernet="5Gb/s"):
 
 
 def steps_of_all_plans(result):
-    """Simulated step of each shape and order of the clusters, with layers divided as evenly as possible."""
+    """Return the simulated step of each shape and order of the clusters.
+
+    Layers are divided as evenly as possible.
+    """
     evaluator = Evaluator(result)
     for shape in shapes(result.network, MODEL, result.global_batch, result.limits):
         split = uniform(MODEL.layers, shape.pipeline)

@@ -20,7 +20,7 @@ SLOW = (
 
 @pytest.fixture
 def slow(tmp_path):
-    """The demo's model where cluster b's GPUs are half as fast."""
+    """Write the demo's model for a site where cluster b's GPUs are half as fast."""
     (tmp_path / "slow.toml").write_text(SLOW)
     return str(tmp_path / "slow.toml")
 

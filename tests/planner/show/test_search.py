@@ -1,5 +1,7 @@
-"""`holmes plan` without sizes: the table, JSON, pictures, limits, Ctrl-C and bad input, each through
-main()."""
+"""`holmes plan` without sizes, through main().
+
+The tests check the table, JSON, pictures, limits, Ctrl-C and bad input.
+"""
 
 import json
 import os
@@ -31,7 +33,7 @@ GPT = (
 
 @pytest.fixture(autouse=True)
 def output_without_deadline(monkeypatch):
-    """The output takes the time that it needs, also on a busy machine: no step is left out."""
+    """Let the output take the time that it needs, also on a busy machine, so that no step is left out."""
     monkeypatch.setattr(TimeLimit, "simulations_end", inf)
 
 
@@ -150,14 +152,16 @@ TINY = (
 
 
 def rows_of(text):
-    """The first words of the table's rows."""
+    """Return the first words of the table's rows."""
     lines = text.split("\u2500\n", 1)[1].split("T tensor, P pipeline")[0].splitlines()
     return [line.split() for line in lines if line.strip()]
 
 
 def test_your_layout_is_the_first_row_beside_the_best(capsys, monkeypatch):
-    """Sizes after -- : the same table, seconds in three columns, the flags to add; plan.json is named as no
-    flag."""
+    """Sizes after -- give the same table: seconds in three columns, and the flags to add.
+
+    plan.json is named as no flag.
+    """
     monkeypatch.setenv("COLUMNS", "200")
     status, said = holmes(
         capsys,
@@ -302,8 +306,10 @@ def test_a_layout_that_does_not_divide_is_no_dead_end(capsys, tmp_path):
 
 
 def test_given_sizes_keep_the_model_after_the_dashes(capsys, monkeypatch, tmp_path):
-    """And show seconds by cause, memory and flags without a search; plan.json is a flag once it is
-    written."""
+    """Given sizes show seconds by cause, memory and flags, without a search.
+
+    plan.json is a flag once it is written.
+    """
     monkeypatch.setenv("COLUMNS", "200")
     given = ["plan", "--cluster", CLUSTER, "--pipeline", "2"]
     status, said = holmes(capsys, *given, "--", *TINY)
@@ -472,8 +478,10 @@ def test_the_global_batch_is_asked_for(capsys):
 
 
 def test_what_an_stage_link_gains(capsys, monkeypatch, tmp_path):
-    """With --inflight off, or the job's own flag, the framework's own schedule is planned; plan.json says the
-    same."""
+    """With --inflight off, or the job's own flag, the framework's own schedule is planned.
+
+    plan.json has the same schedule.
+    """
     monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "slow.toml"
     file.write_text(Path(CLUSTER).read_text().replace('rate = "250Mb/s"', 'rate = "20Mb/s"'))
@@ -501,7 +509,7 @@ EIGHT = str(EXAMPLES / "clusters" / "two_clusters_8.toml")
 
 
 def across(framework, *more):
-    """A search in which gradients cross."""
+    """Return the command line of a search in which gradients cross."""
     return [
         "plan",
         "--cluster",

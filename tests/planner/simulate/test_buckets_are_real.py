@@ -1,6 +1,8 @@
-"""The simulated buckets are those that a running job makes: GradientReducer over the example's stages, as
-DeepSpeed's overlapped engine uses it (patches/deepspeed/reduce.py: the stage's own parameters, its tied
-weight deferred)."""
+"""The simulated buckets are those that a running job makes.
+
+GradientReducer runs over the example's stages, as DeepSpeed's overlapped engine uses it
+(patches/deepspeed/reduce.py: the stage's own parameters, its tied weight deferred).
+"""
 
 import sys
 
@@ -23,7 +25,7 @@ SITE = example()
 
 
 def stages(tied):
-    """The layers of two pipeline stages, three blocks each."""
+    """Return the layers of two pipeline stages, three blocks each."""
     folder = str(examples() / "deepspeed_pipeline")
     sys.path.insert(0, folder)
     try:
@@ -37,8 +39,10 @@ def stages(tied):
 
 
 def real(rank, stage, tied, bucket_bytes):
-    """Bytes of every gradient, bucket by bucket, in the order in which they leave once the reducer has seen
-    one step."""
+    """Return the bytes of every gradient, bucket by bucket.
+
+    The order is the one in which they leave once the reducer has seen one step.
+    """
     modules, run = stages(tied)[stage]
     module, deferred = torch.nn.ModuleList(modules), []
     if tied:

@@ -79,8 +79,11 @@ def test_few_micro_batches_are_simulated_where_the_middle_repeats(
 
 
 def test_kinds_of_pipelines_without_a_common_link_have_a_pace_of_their_own(monkeypatch):
-    """Two pipelines over two links, one of which is slower than what computes; they meet when gradients are
-    reduced."""
+    """Two pipelines without a common link go on at different paces.
+
+    One of the two links is slower than the computation. The pipelines meet when gradients are
+    reduced.
+    """
     names = ("a", "b", "c", "d")
     site = clusters.site(
         *(f"{name} ib 10Gb/s {name}0" for name in names), ethernet="10Gb/s", processes=1

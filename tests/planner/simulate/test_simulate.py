@@ -31,7 +31,7 @@ EXAMPLES = __file__.rsplit("/", 4)[0] + "/examples"
 
 
 def one_node(processes):
-    """A site without any network traffic."""
+    """Return a site without any network traffic."""
     return clusters.site(f"a ethernet - a0 processes={processes}", ethernet="1Gb/s")
 
 
@@ -99,8 +99,10 @@ def test_without_communication_1f1b_has_its_closed_form(stages, micro_batches):
     ],
 )
 def test_micro_batches_in_flight_hide_an_stage_link(held, least, most):
-    """Two stages of 1 + 2 s, 8 micro-batches, a stage link of 1.5 s each way: see plan/cost/pipeline.py's
-    in_flight."""
+    """Micro-batches in flight hide a stage link of 1.5 s each way (in_flight in plan/cost/pipeline.py).
+
+    There are two stages of 1 + 2 s and 8 micro-batches.
+    """
     sizes, gpt = Sizes(pipeline=2), model(2, 8)
     bits = 8 * gpt.layers_of(sizes)[0].activation_bytes
     site = two_clusters(1, 1, ethernet=f"{round(bits / 1.5)}b/s")
@@ -111,10 +113,11 @@ def test_micro_batches_in_flight_hide_an_stage_link(held, least, most):
 
 @pytest.mark.parametrize("notices, stage_links", [(False, 1), (True, 2)])
 def test_a_receiver_s_word_waits_behind_what_it_has_just_sent(notices, stage_links):
-    """megatron-core's 1F1B over gloo, two stages of 1 + 2 s, a stage link of 1.5 s: a micro-batch more
-    takes 3 s
-    and one stage link, or both stage links one after the other, because the word that a stage waits
-    follows its own message."""
+    """With megatron-core's 1F1B over gloo, one micro-batch more takes 3 s and one stage link, or both links.
+
+    There are two stages of 1 + 2 s and a stage link of 1.5 s. Both links come one after the other
+    because the word that a stage waits follows its own message.
+    """
     sizes, seconds = Sizes(pipeline=2), {}
     for count in (8, 16):
         gpt = model(2, count)
@@ -154,8 +157,11 @@ def test_breadth_first_has_the_same_bubble(stages, micro_batches, virtual):
 
 @pytest.mark.parametrize("virtual, least, most", [(4, 0.2, 0.35), (2, 0.45, 0.6)])
 def test_breadth_first_hides_the_reduction_of_all_but_the_first_chunk(virtual, least, most):
-    """Pipelines of 4 nodes inside clusters, replicas across: a stage's gradients cross, an eighth of its
-    backward's time for each layer, of which 1F1B's last backward hides one in eight."""
+    """Breadth-first passes hide the reduction of all chunks but the first.
+
+    Pipelines of 4 nodes lie inside clusters, and replicas across. A stage's gradients cross, an
+    eighth of its backward's time for each layer, of which 1F1B's last backward hides one in eight.
+    """
     site, sizes = two_clusters(4, 4, ethernet="50Mb/s"), Sizes(pipeline=4, order="tp-cp-ep-pp-dp")
     gpt = model(16, 8)
     order = [node.name for node in site.nodes]
@@ -259,8 +265,11 @@ def executions():
     ids=lambda o: f"{o.engine.name}-{o.virtual}-{o.overlap}-zero{o.zero}",
 )
 def test_properties(options):
-    """No rank overlaps itself; spans fill the step with the bubble; faster networks are never slower; bytes
-    are conserved."""
+    """Each simulation has the properties of a schedule.
+
+    No rank overlaps itself. Spans fill the step with the bubble. Faster networks are never slower.
+    Bytes are conserved.
+    """
     sizes, gpt = Sizes(pipeline=2, tensor=2), model(tied=True, gpu=Gpu(2e11))
     times = []
     for ethernet in ("250Mb/s", "1Gb/s", "4Gb/s", "16Gb/s"):
@@ -303,8 +312,10 @@ def test_bytes_of_a_step_are_those_of_its_messages():
 
 
 def test_pipelines_that_share_a_nic_share_its_rate():
-    """2 and 8 data-parallel ranks on a node send each their activation: the exchange takes 4 times as long.
-    Tensor ranks share one out."""
+    """With 2 and 8 data-parallel ranks on a node, the exchange takes 4 times as long.
+
+    Each rank sends its activation. Tensor ranks share one out.
+    """
     waits = {}
     for tensor, count in ((1, 2), (1, 8), (2, 2), (8, 8)):
         site = two_clusters(1, 1, processes=count, ethernet="100Mb/s")
@@ -489,8 +500,10 @@ def test_interleaved_warm_up_is_megatrons():
 
 @pytest.mark.parametrize("zero,parts", [(1, (0, 0, 1)), (2, (1, 0, 1)), (3, (1, 2, 0))])
 def test_bytes_of_zero(zero, parts):
-    """By hand, for each of n = 4 ranks: scattered and gathered every micro-batch, (once) gathered after the
-    optimizer; 4 and 2 bytes a parameter."""
+    """ZeRO's bytes by hand, for each of n = 4 ranks; 4 and 2 bytes a parameter.
+
+    They are scattered and gathered every micro-batch, and (once) gathered after the optimizer.
+    """
     site, gpt = two_clusters(2, 2), model(micro_batches=3)
     step = simulate(site, [node.name for node in site.nodes], Sizes(), gpt, Execution(zero=zero))
     total, share = sum(layer.parameters for layer in gpt.costs()), 3 / 4
@@ -507,9 +520,11 @@ def test_bytes_of_zero(zero, parts):
 
 
 def test_bytes_of_shards_inside_clusters():
-    """By hand, for each of 2 + 2 ranks, 4 bytes a gradient and 2 a weight: inside, half of both weights'
-    gathers and of an all-reduce (gloo's reduce-scatter) twice; across, an all-reduce of two ranks of half the
-    gradients."""
+    """The bytes of shards inside clusters by hand, for each of 2 + 2 ranks; 4 bytes a gradient, 2 a weight.
+
+    Inside go half of both weights' gathers and of an all-reduce (gloo's reduce-scatter) twice.
+    Across goes an all-reduce of two ranks of half the gradients.
+    """
     site, gpt = two_clusters(2, 2), model(micro_batches=1)
     step = simulate(
         site,
@@ -532,8 +547,10 @@ def test_bytes_of_shards_inside_clusters():
 
 
 def test_experts_are_reduced_only_where_they_are_held():
-    """8 experts, 2 on each rank: their gradients are reduced by no one, all else by all 4; 4 all-to-alls a
-    block and micro-batch pace the step."""
+    """The gradients of 8 experts, 2 on each rank, are reduced by no one, all else by all 4.
+
+    4 all-to-alls a block and micro-batch pace the step.
+    """
     site, gpt = two_clusters(2, 2), model(experts=8, experts_per_token=2, micro_batches=3)
     order = [node.name for node in site.nodes]
     step = simulate(site, order, Sizes(expert=4), gpt, Execution())
@@ -558,8 +575,11 @@ def test_experts_are_reduced_only_where_they_are_held():
 @pytest.mark.parametrize("host_s", [0.0, 1e-12, 1e-9, 1e-6])
 @pytest.mark.parametrize("cores, crowd", [(0, 1), (1, 4), (2, 2), (8, 1)])
 def test_software_shares_the_cores_that_there_are(cores, crowd, host_s):
-    """4 ranks that do the same at the same time; 3 micro-batches of 2 layers, 3 seconds each. However little
-    of the cores a byte takes on a network that nobody uses."""
+    """The software of 4 ranks, which do the same at the same time, shares the cores.
+
+    3 micro-batches of 2 layers take 3 seconds each. The cores' seconds for a byte change nothing,
+    because the network is not used.
+    """
     options = Execution(block_s=0.05, step_s=0.2, parameter_s=0.0, cores=cores)
     site = one_node(4)
     links = Links({fabric.name: replace(Link.of(fabric), host_s=host_s) for fabric in site.fabrics})
@@ -581,8 +601,10 @@ def test_software_shares_the_cores_that_there_are(cores, crowd, host_s):
     ids=["ring", "a hierarchical all-reduce", "pipeline"],
 )
 def test_bytes_cost_the_seconds_of_shared_cores_that_hosts_need_for_them(sizes, options):
-    """4 + 4 nodes that compute nothing: the 2 cores are busy all the time, with every byte that any of the
-    nodes sends."""
+    """The 2 cores of a node are busy all the time, with every byte that any of the nodes sends.
+
+    The 4 + 4 nodes compute nothing.
+    """
     site, gpt = two_clusters(4, 4), model(micro_batches=3, tied=True)
     order, idle = [node.name for node in site.nodes], flat_costs(sizes.pipeline, 8, 3, 0.0, 0.0)
     slow = {
@@ -598,8 +620,10 @@ def test_bytes_cost_the_seconds_of_shared_cores_that_hosts_need_for_them(sizes, 
 
 
 def on_two_cores(options, **costs):
-    """A step of 4 + 4 nodes that compute nothing; of bytes, and as `costs` says, the cores are busy all the
-    time."""
+    """Simulate a step of 4 + 4 nodes that compute nothing, with 2 cores each.
+
+    costs: what the cores do for bytes and messages, which keeps them busy all the time.
+    """
     site = two_clusters(4, 4)
     own = {
         fabric.name: replace(

@@ -42,8 +42,11 @@ def test_the_interpreter_waits_for_what_a_thread_of_gloo_calls(way):
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 stops such threads")
 def test_it_would_abort():
-    """So the test above can fail. It is a race: the end of the group may wait for the call first (status 0; a
-    call without end hangs there), or the thread is in the middle of something else (SIGSEGV)."""
+    """The test above can fail: without before_exit(), the process aborts.
+
+    It is a race. The end of the group may wait for the call first (status 0; a call without end
+    hangs there), or the thread is in the middle of something else (SIGSEGV).
+    """
 
     def aborts() -> bool:
         result = run("plain", "then")

@@ -1,5 +1,7 @@
-"""Messages between stages over real gloo groups: order, what is posted in advance, what is kept, bad
-shapes."""
+"""Messages between stages over real gloo groups.
+
+The tests check their order, receives posted in advance, kept tensors and bad shapes.
+"""
 
 import pytest
 import torch
@@ -25,8 +27,12 @@ def mailbox_of(rank):
 
 
 def steps_of(rank, count):
-    """Activations there, gradients (twice the activation) back; what each rank received in each step, and for
-    how many micro-batches it had posted receives after each pass of one."""
+    """Send activations there, and gradients (twice the activation) back.
+
+    Returns:
+        the values that each rank received in each step, and for how many micro-batches it had
+        posted receives after each pass of one
+    """
     box, seen = mailbox_of(rank), []
     box.expect([((2, 3), torch.float32)], 1 - rank)
     for step in range(count):
@@ -58,8 +64,11 @@ def everything(rank):
 
 
 def test_messages_come_in_order_and_are_posted_as_early_as_both_ends_can():
-    """With 3 and 1 in flight two activations travel before the first gradient, on both stages one pass
-    early."""
+    """Messages come in order, and receives are posted as early as both ends can.
+
+    With 3 and 1 in flight two activations travel before the first gradient, on both stages one pass
+    early.
+    """
     (first, *of_first), (second, *of_second) = run_ranks(everything, 2)
     for factor, seen in ((2, first), (1, second)):
         assert seen == [[factor * (10 * step + index) for index in range(4)] for step in range(3)]
@@ -68,8 +77,10 @@ def test_messages_come_in_order_and_are_posted_as_early_as_both_ends_can():
 
 
 def taught(rank, sizes, told=True):
-    """One micro-batch a step, whose message has another size in each; what the mailbox learns in each step it
-    sees."""
+    """Return what the mailbox learns in each step that it sees.
+
+    A step has one micro-batch, whose message has another size in each.
+    """
     box, known = mailbox_of(rank), []
     for before, size in zip((sizes[0], *sizes), sizes):
         if told and size != before:
@@ -165,8 +176,10 @@ def test_tensors_of_several_kinds_whole_numbers_among_them():
 
 
 def test_what_was_not_announced_is_not_sent():
-    """Each tensor of a micro-batch in its place; nothing is known before the announcement, and after another
-    one."""
+    """Each tensor of a micro-batch is sent in its place.
+
+    Nothing is known before the announcement, and after another one.
+    """
     box = Mailbox({}, {5: (1, 2)})
     box._check_announced(torch.ones(7), 5)
     forms = [((2, 3), torch.float32), ((4,), torch.int64)]

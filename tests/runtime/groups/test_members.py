@@ -1,6 +1,8 @@
-"""Groups that only their members make: on ranks that are in unequal numbers of groups, where torch's names
-would differ, and under a bound device (as DeepSpeed binds it), where torch would split WORLD, which takes all
-its ranks."""
+"""Groups that only their members make.
+
+Some ranks are in unequal numbers of groups, where torch's names would differ. Others have a bound
+device (as DeepSpeed binds it), where torch would split WORLD, which takes all its ranks.
+"""
 
 import pytest
 import torch
@@ -36,8 +38,10 @@ def unequal(rank, name):
 
 
 def bound(rank, name):
-    """As DeepSpeed starts: WORLD has a device, so torch looks for a communicator to split at every
-    new_group()."""
+    """Start as DeepSpeed does, with a device bound to WORLD.
+
+    torch then looks for a communicator to split at every new_group().
+    """
     world, device = dist.group.WORLD, torch.device("cuda", 0)
     world.bound_device_id = device
     dist.distributed_c10d._get_split_source = lambda _: pytest.fail(
@@ -78,7 +82,10 @@ def timeouts(rank, name):
 
 @pytest.mark.parametrize("name", [*MAKERS, *MORE])
 def test_their_timeout_is_the_jobs(name):
-    """torch's own is 10 minutes with NCCL and 30 with gloo, whatever the job gave init_process_group."""
+    """The groups get the job's timeout.
+
+    torch's own is 10 minutes with NCCL and 30 with gloo, whatever the job gave init_process_group.
+    """
     nobody, *members = run_ranks(timeouts, 3, name, timeout_s=30)
     assert nobody == [] and all(set(seconds) == {TIMEOUT_S} for seconds in members), members
 

@@ -1,5 +1,7 @@
-"""Pipelines whose messages are kernels that wait for their other end: no order of hardware queues, and no
-wait for the device, holds them up for ever."""
+"""Pipelines whose messages are kernels that wait for their other end.
+
+No order of hardware queues, and no wait for the device, holds the messages up for ever.
+"""
 
 import itertools
 import random
@@ -26,8 +28,12 @@ FORMS = ((2, 3), (4,))
 
 
 def drawn(seed):
-    """(micro-batches in flight, on no stage more than on the one before, or passes with an order of each
-    stage link's messages; micro-batches of a step)."""
+    """Draw a pipeline's order.
+
+    Returns:
+        (micro-batches in flight, on no stage more than on the one before, or passes with an order
+        of each stage link's messages; micro-batches of a step)
+    """
     rng = random.Random(seed)
     stages, micro_batches = rng.randint(2, 6), rng.randint(1, 12)
     held = sorted((rng.randint(1, 9) for _ in range(stages)), reverse=True)
@@ -132,9 +138,11 @@ def test_each_launch_may_wait_for_the_one_before_it(bound, monkeypatch):
 
 
 def program(log, rank, stream_of=None, synchronize=()):
-    """What torch puts into a device's streams: a message's stream waits for what was computed so far.
-    stream_of: which streams are one; synchronize: of each entry of the log, whether the host waits for the
-    device after it."""
+    """Return what torch puts into a device's streams.
+
+    A message's stream waits for all that was computed so far. stream_of: which streams are one;
+    synchronize: of each entry of the log, whether the host waits for the device after it.
+    """
     counts, made, stream_of, entries = Counter(), [], stream_of or {}, messages(log)
 
     def stream(name):
@@ -181,8 +189,11 @@ def test_a_posted_receive_before_a_wait_is_found():
 
 
 def test_with_gloo_no_message_waits_for_its_receiver(monkeypatch):
-    """The word that a receive is posted goes with, or before, the message without which the other end does
-    not send; and no more are posted than the other end may have sent by then."""
+    """With gloo, no message waits for its receiver.
+
+    The word that a receive is posted goes with, or before, the message without which the other end
+    does not send. No more receives are posted than the other end may have sent by then.
+    """
     for seed in SEEDS:
         rng = random.Random(seed)
         stages, count = rng.randint(2, 6), rng.randint(1, 12)
@@ -208,8 +219,11 @@ def test_with_gloo_no_message_waits_for_its_receiver(monkeypatch):
 
 
 def test_the_mailbox_posts_receives_where_the_list_says(monkeypatch):
-    """posted_after, which torch's pipelining and the simulation go by: of each receive, how much was sent to
-    that end before."""
+    """The mailbox posts each receive where posted_after says.
+
+    torch's pipelining and the simulation go by posted_after: of each receive, how much was sent to
+    that end before.
+    """
     for seed in SEEDS[1:60:2]:
         flight, count = drawn(seed)
         for passes in (flight.schedule, replace(flight.schedule, activations_before=())):
@@ -250,8 +264,10 @@ def posts(log, peer):
 
 
 def sent_before(log, own, peer, number):
-    """Messages that `own` had sent to `peer` when it posted the receive of the last form of micro-batch
-    `number`."""
+    """Count the messages that `own` had sent to `peer` before it posted a receive.
+
+    The receive is the one of the last form of micro-batch `number`.
+    """
     place = posts(log, peer)[(number + 1) * len(FORMS) - 1]
     return sum(
         isinstance(one, Launch) and one.operation == "send" and one.peer == peer

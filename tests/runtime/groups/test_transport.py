@@ -109,7 +109,7 @@ def test_nccl_options_are_fresh_and_keep_settings():
 
 @pytest.mark.parametrize("as_parent", [False, True])
 def test_resources_are_not_shared_with_a_group_of_another_network(as_parent):
-    """ncclCommSplit refuses that with ncclInvalidUsage."""
+    """A group of another network may not share: ncclCommSplit ends with ncclInvalidUsage."""
     s, other = site(a0=[IB], a1=[IB]), FakeOptions()
     other.config.split_share, other.config.max_ctas = 1, 7
     given, parent = (None, other) if as_parent else (other, None)

@@ -1,5 +1,7 @@
-"""What is known of NCCL's operations, on a GPU that a test moves on: events, Works that own tensors, no
-CUDA."""
+"""Measurements of NCCL's operations, on a GPU that a test moves on.
+
+There are events and Works that own tensors, but no CUDA.
+"""
 
 import gc
 import weakref
@@ -17,8 +19,10 @@ from integration_tests.jobs import some
 
 
 class Gpu:
-    """One stream. What was recorded on it is over when the test says that the GPU has come so far, at that
-    time."""
+    """GPU with one stream, which the test moves on.
+
+    A recorded event is over when the test sets the GPU's progress past it, at that time.
+    """
 
     def __init__(self):
         self.now = 100.0
@@ -31,8 +35,10 @@ class Gpu:
         return Event(self)
 
     def comes_by(self, at=None, but=0):
-        """All that was recorded, but the last ones, is over; device time runs a second ahead of the
-        host's."""
+        """End all recorded events but the last ones.
+
+        Device time runs a second ahead of the host's.
+        """
         for event in self.recorded[: len(self.recorded) - but]:
             event.device = event.device or (at or self.now) + 1.0
         self.recorded = self.recorded[len(self.recorded) - but :] if but else []
@@ -141,8 +147,10 @@ def test_what_the_last_step_left_under_way_is_waited_for(gpu):
 
 
 def test_a_synchronous_operation_has_no_work_and_lasts_as_long_as_on_the_gpu(gpu):
-    """torch >= 2.8: it runs on the compute stream, which stands still meanwhile; the host has long gone
-    on."""
+    """A synchronous operation runs on the compute stream (torch >= 2.8), and has no Work.
+
+    The stream stands still meanwhile, and the host has long gone on.
+    """
     job = Job(gpu)
     job.launch()
     gpu.comes_by()
@@ -232,8 +240,10 @@ def test_what_runs_on_another_stream_is_not_exposed(gpu):
 
 
 def test_its_own_duration_counts_where_torch_tells_it(gpu):
-    """Two operations of one communicator: the second begins when the first is over, whenever it was
-    launched."""
+    """The second of two operations of one communicator begins when the first is over.
+
+    It does not matter when the second was launched.
+    """
     job = Job(gpu)
     first, second = Work(), Work()
     ops = [job.launch(first), job.launch(second)]
@@ -308,8 +318,10 @@ def test_the_watchdog_tells_waiting_from_computing(gpu):
 
 
 def test_clocks_are_compared_by_bounds(gpu):
-    """A mark is never before it was recorded nor after it was seen; hours of float32 milliseconds lose
-    nothing."""
+    """Clocks are compared by bounds: a mark is never before it was recorded nor after it was seen.
+
+    Hours of float32 milliseconds lose nothing.
+    """
     clock = DeviceClock(gpu)
     clock.mark()
     gpu.now += 3.0
@@ -326,8 +338,10 @@ def test_clocks_are_compared_by_bounds(gpu):
 
 
 def test_spans_are_the_gpus_where_it_computes_them(gpu, monkeypatch):
-    """The host has launched a pass long before the GPU has carried it out; one that it has not is told a step
-    later."""
+    """Spans of passes are the GPU's, which carries them out long after the host launched them.
+
+    A pass that the GPU has not carried out is reported a step later.
+    """
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: len(spans) * 10)
     spans, job = [], Job(gpu)
     job.recorder.on_step = [lambda *step: spans.append(step[5])]

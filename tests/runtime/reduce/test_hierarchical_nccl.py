@@ -1,5 +1,8 @@
-"""A hierarchical all-reduce with NCCL's collectives: which launches there are, on which stream, and
-how long that takes where every communicator and every stream does one thing after the other."""
+"""A hierarchical all-reduce with NCCL's collectives.
+
+The tests check the launches and their streams, and how long they take where every communicator and
+every stream does one thing after the other.
+"""
 
 from contextlib import contextmanager
 
@@ -94,8 +97,11 @@ def flat(numel):
 
 
 def seconds(log, cost):
-    """When all is over: a stream does one entry after the other, so does a communicator, and an event is over
-    when its stream has come by. cost: operation -> seconds."""
+    """Return the seconds after which all operations are over.
+
+    A stream does one entry after the other, and so does a communicator. An event is over when its
+    stream has come by. cost: operation -> seconds.
+    """
     free, over = {}, {}
     for kind, stream, *rest in log:
         if kind == "record":
@@ -165,7 +171,7 @@ def test_what_is_left_over_is_padded_not_summed_by_everyone(recorded):
 
 
 def planned(names, nodes, inside_bps, across_bps, **rules):
-    """A hierarchical all-reduce of one group over all nodes, as the plan prices them, without latency."""
+    """Plan a hierarchical all-reduce of one group over all nodes, without latency."""
     fabrics = [Fabric(name, "ib", round(inside_bps), 0.0) for name in names]
     fabrics.append(Fabric("ethernet", "ethernet", round(across_bps), 0.0))
     every = [

@@ -64,8 +64,10 @@ def test_every_owner_gets_its_sums(world, members):
 
 
 def trained(rank, world):
-    """The averages that a GradientReducer leaves on their owners: parameter k of rank k, the last one half
-    and half."""
+    """Return the averages that a GradientReducer leaves on their owners.
+
+    Rank k owns parameter k. The first and the last rank share the last parameter.
+    """
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(6)) for _ in range(world + 1)]
 

@@ -20,8 +20,10 @@ SMALL = 2 * WIDTH * WIDTH * 4  # two of the model's matrices
 
 
 class Model(torch.nn.Module):
-    """`layers` blocks; the options make what real models have: an unused one, tied ones, checkpointed
-    ones."""
+    """Model of `layers` blocks, with options for what real models have.
+
+    These are an unused block, tied ones and checkpointed ones.
+    """
 
     def __init__(self, layers=6, unused=(), tied=False, checkpointed=None, dtype=torch.float32):
         super().__init__()
@@ -54,7 +56,7 @@ def data(rank, step, dtype=torch.float32):
 
 
 def plain_average(model, world_size):
-    """The reference: one all-reduce for each gradient after the backward pass."""
+    """Average gradients as the reference does: one all-reduce for each after the backward pass."""
     gradients = []
     for parameter in model.parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
@@ -73,8 +75,14 @@ def compare(
     unused_on_odd_ranks=(),
     hold=False,
 ):
-    """Largest difference from the reference over some steps, and how many buckets were sent before finish()
-    in each; hold: after the backward pass."""
+    """Compare a GradientReducer with the reference over some steps.
+
+    hold: reduce after the backward pass.
+
+    Returns:
+        largest difference from the reference, and how many buckets were sent before finish() in
+        each step
+    """
     model = Model(**model_options)
     if rank % 2:
         model.unused |= set(unused_on_odd_ranks)

@@ -1,5 +1,7 @@
-"""Rings and trees of clusters: every owner ends with the same sum, whatever the order; and in real
-processes."""
+"""Rings and trees of clusters, also in real processes.
+
+Every owner ends with the same sum, whatever the order.
+"""
 
 import random
 
@@ -25,8 +27,11 @@ def some_across(rng, names):
 
 
 def passed_on(across, names):
-    """What every cluster has at the end, as the multiset of whose values were added, by part; messages in
-    flight are matched by sender, receiver and tag, first in, first out."""
+    """Return what every cluster has at the end, by part.
+
+    It is the multiset of the clusters whose values were added. Messages in flight are matched by
+    sender, receiver and tag, first in, first out.
+    """
     count = 1 if across.algorithm == "tree" else len(names)
     held = {name: [[name] for _ in range(count)] for name in names}
     queues, place = {}, dict.fromkeys(names, 0)

@@ -1,5 +1,7 @@
-"""A bucket is filled when the gradients of all streams are there, on a stream of its own; its memory on
-GPUs."""
+"""The stream of a bucket, and its memory on GPUs.
+
+A bucket is filled when the gradients of all streams are there, on a stream of its own.
+"""
 
 from contextlib import contextmanager
 
@@ -82,8 +84,10 @@ class Done:
 
 
 def reducer_on(gpu, count, dtype=None):
-    """A GradientReducer of `count` parameters in as many buckets, past its first step, on recorded
-    streams."""
+    """Return a GradientReducer of `count` parameters in as many buckets.
+
+    It is past its first step, on recorded streams.
+    """
     parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(count)]
     made = object.__new__(reducer.GradientReducer)
     made.__dict__.update(

@@ -1,5 +1,7 @@
-"""A process that ends, well or badly, while something is on its way over gloo in another thread: it ends with
-its own status."""
+"""A process that ends, well or badly, while something is on its way over gloo in another thread.
+
+It ends with its own status.
+"""
 
 import os
 import subprocess

@@ -1,5 +1,7 @@
-"""A reducer whose plan is decided again while it trains: all ranks go the other way at the same step, and the
-losses are stock's."""
+"""A reducer whose plan is decided again while it trains.
+
+All ranks change the way of their sums at the same step, and the losses are stock's.
+"""
 
 from dataclasses import replace
 
@@ -30,8 +32,13 @@ def data(rank, step):
 
 
 def trained(rank, changes, arms):
-    """([loss of every step], the same of stock, [(hierarchically, buckets) of every step]); changes: step ->
-    what of the plan's reduction is another from then on."""
+    """Train while the plan's reduction changes.
+
+    changes: step -> changed fields of the plan's reduction from then on.
+
+    Returns:
+        ([loss of every step], the same of stock, [(hierarchically, buckets) of every step])
+    """
     options, where = Options(), site()
     plan = build_plan(where, Sizes(), options=options)
     (reduction,) = plan.traffic_of("sockets").reductions
@@ -76,7 +83,7 @@ def trained(rank, changes, arms):
 
 
 def switched(changes, arms=True):
-    """What each step did, the same on all ranks."""
+    """Return the reductions of each step, after checking that they are the same on all ranks."""
     answers = run_ranks(trained, 4, changes, arms)
     for losses, wanted, reductions in answers:
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-6, atol=1e-6)

@@ -1,5 +1,7 @@
-"""The gradient of a shared weight, summed over both stages hierarchically: what engines make of it, for less
-across."""
+"""The gradient of a shared weight, summed over both stages hierarchically.
+
+The result is that of the engines, for fewer bytes across.
+"""
 
 import torch
 import torch.distributed as dist
@@ -25,8 +27,11 @@ def own(rank):
 
 
 def summed(rank):
-    """Pipeline 2 x data 2: (as DeepSpeed's ranks have it, as a distributed optimizer's, bytes across, no
-    session)."""
+    """Sum a tied gradient with pipeline 2 x data 2.
+
+    Returns:
+        (as DeepSpeed's ranks have it, as a distributed optimizer's, bytes across, no session)
+    """
     pairs = [dist.new_group([first, first + 2]) for first in (0, 1)]
     group, sizes = pairs[rank % 2], Sizes(2).complete(4)
     without = tied_sum_of(group, sizes, DEVICE)

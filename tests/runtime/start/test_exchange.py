@@ -34,8 +34,10 @@ def names(reports, nodes):
 
 
 def run(made, decide=names, timeout=5.0, absent=(), per_node=2, store=None):
-    """exchange() of every rank in a thread each; what each returned or raised. per_node 0: not known, as
-    under srun."""
+    """Run exchange() of every rank in a thread each, and return the results or errors.
+
+    per_node 0: the number is unknown, as under srun.
+    """
     store = store or dist.HashStore()
     base = Process(0, len(made), 0, per_node, f"host of {uuid.uuid4()}", 1, "test")
     outcome = {}
@@ -162,8 +164,10 @@ def test_nobody_hosts_the_store():
 
 
 def test_a_job_that_starts_again_does_not_take_the_last_verdict(monkeypatch):
-    """torchrun's agents keep the store: what the last start left there must not be believed, whoever comes
-    first."""
+    """A job that starts again must not believe what its last start left in the store.
+
+    The agents of torchrun keep the store. Any rank may come first.
+    """
     store, base, outcome, made = (
         dist.HashStore(),
         Process(0, 2, 0, 0, "host", 1, "test"),

@@ -98,7 +98,7 @@ def test_rank_0_of_an_arbitrary_distribution(tmp_path):
 
 
 def test_mpirun_inside_an_allocation():
-    """orted is a task of srun; its ranks are mpirun's."""
+    """The daemon orted is a task of srun; its ranks are mpirun's."""
     ompi = {
         f"OMPI_COMM_WORLD_{name}": value
         for name, value in dict(RANK="7", SIZE="8", LOCAL_RANK="1", LOCAL_SIZE="2").items()

@@ -1,5 +1,7 @@
-"""Who is tried, what is left out, and what is said; the nodes are threads that talk over loopback
-addresses."""
+"""The pairs that the preflight tries, what it leaves out, and its messages.
+
+The nodes are threads that talk over loopback addresses.
+"""
 
 import os
 import socket

@@ -39,8 +39,11 @@ def no_session():
 
 
 def start_all(monkeypatch, world, options, sizes=None, failures=None):
-    """start() of `world` ranks on a node each, in threads; what each returned or raised, and its
-    environment."""
+    """Run start() of `world` ranks on a node each, in threads.
+
+    Returns:
+        the result or error of each, and its environment
+    """
     store = dist.HashStore()
     monkeypatch.setattr(start, "open_store", lambda process, timeout_s: store)
     monkeypatch.setattr(start, "node_identity", lambda: threading.current_thread().name)
@@ -166,8 +169,11 @@ def test_nics_slower_than_the_file_says_are_told(tmp_path, no_session):
 
 
 def test_what_nccl_cannot_do_here_is_told_and_known_to_the_session(tmp_path, no_session):
-    """NCCL_IB_DISABLE is the node's, so the plan, and a network that a file of NCCL's forces is every
-    group's."""
+    """A limit of NCCL on one node is in the session and in the messages.
+
+    NCCL_IB_DISABLE is the node's, so it changes the plan. A network that a file of NCCL's forces is
+    every group's.
+    """
     CASES["dgx_a100"](tmp_path / "sys")
     (tmp_path / "c.toml").write_text(
         clusters.toml("a ib 200Gb/s x", ethernet="1Gb/s") + 'include = ["mlx5_0"]\n'

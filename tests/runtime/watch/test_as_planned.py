@@ -28,8 +28,10 @@ GB = 10**9
 
 @pytest.fixture
 def job():
-    """job(engine, rank, sizes, **options): a session on two clusters of four nodes, which has made its
-    groups."""
+    """Return a function that makes a session on two clusters of four nodes, with its groups.
+
+    Its arguments are (engine, rank, sizes, **options).
+    """
 
     def make(engine, rank=0, sizes=Sizes(), **options):
         fast = {"a": Port("a", "ib0", "10.1.0.1"), "b": Port("b", "roce0", "10.2.0.1")}

@@ -102,7 +102,7 @@ def test_switches_of_one_backend_do_not_affect_the_other(set_job):
 
 
 def test_there_is_no_message_for_nccl2_of_torch_2_14(set_job):
-    """torch 2.14 has the backend "nccl2", but registers no FlightRecorderHook with it: no dump is written."""
+    """No dump is written with the backend "nccl2" of torch 2.14, which registers no FlightRecorderHook."""
     set_job(HOOKED_BACKEND, version="2.14.1", has_hook=False)
     assert flight_recorder.dump_hint(rank=0, environ=DUMP_PATH) == ""
 

@@ -46,7 +46,10 @@ def free_port():
 
 @pytest.fixture
 def job():
-    """job(place) -> the job of one process that tells it there; ended afterwards."""
+    """Return a function that makes the job of one process with its metrics at a place.
+
+    The job ends after the test.
+    """
 
     def begin(place):
         options = Options(metrics=str(place))

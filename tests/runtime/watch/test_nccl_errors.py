@@ -122,7 +122,7 @@ def test_an_abort_hook_reports_a_failure_without_a_poll(make_group, watch, capfd
 
 
 def test_only_the_first_failure_is_reported(make_group, watch, capfd):
-    """torch may run the abort hook of a group several times, and runs the hooks of several groups."""
+    """A group's abort hook may run several times, and several groups have one."""
     first = make_group(BackendWithHooks())
     second = make_group(BackendWithHooks())
     for group in (first, second):

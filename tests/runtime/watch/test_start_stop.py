@@ -18,7 +18,10 @@ SITE = Site((Node("a0", "a", 1, (Port("ethernet", "lo"),)),), (ETHERNET,))
 
 @pytest.fixture
 def begin():
-    """begin(**options) of a job of one process; switched off afterwards."""
+    """Return a function that begins a job of one process with these options.
+
+    holmes is switched off afterwards.
+    """
 
     def call(**options):
         process = launcher.Process(0, 1, 0, 1, "127.0.0.1", 0, launcher.NONE)
