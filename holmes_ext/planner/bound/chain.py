@@ -85,7 +85,10 @@ class ChainBound(StepLowerBound):
         return ChainedBound(low, split)
 
     def _possible_split(self, step_s: float) -> tuple[int, ...]:
-        """Return a split whose lower bound is at most `step_s` seconds; () if there is none."""
+        """Return a split of the layers with a lower bound on the step of at most `step_s` seconds.
+
+        A split is the number of layers of each stage; () if there is none with such a bound.
+        """
         # The seconds of the longest update lie in one of these intervals. Try each of them.
         for interval in self.update_intervals:
             split = self._split_within(step_s, interval)

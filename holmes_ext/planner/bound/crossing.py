@@ -124,9 +124,9 @@ class SharedHop(NamedTuple):
 def shared_hops(bounds: StageBounds) -> list[SharedHop]:
     """Return the links between clusters that carry gradient reductions, the slowest first.
 
-    Of two links with a common stage, only the slower is returned, as it limits the layers more. So
-    each stage is on at most 1 returned link. This lets the caller, blocks_at_most(), add up the
-    layers that each link excludes, without counting a stage twice.
+    A link limits how many layers the stages that use it can have together. If a stage uses several
+    links, only the slowest is returned, as its limit is the lowest. So no stage is on two of the
+    returned links, and the caller, blocks_at_most(), can apply the limits one after the other.
     """
     byte_s: dict[Hop, dict[int, float]] = defaultdict(dict)  # hop -> stage -> seconds for a byte
     for stage in range(bounds.stage_count):

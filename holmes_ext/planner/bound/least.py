@@ -310,13 +310,14 @@ class StepLowerBound(PassBounds):
     def _links_can_reduce(self, limits: Sequence[int], step_s: float, update_s: float) -> bool:
         """Return whether the links between clusters can carry the gradients of all layers in time.
 
-        Only links that several stages reduce over are examined (`self.crossing`).
+        A link is examined if several stages send the traffic of their gradient reductions over it
+        (`self.crossing`).
 
         Args:
-            limits: Most layers of every stage.
+            limits: For each stage, the largest number of layers that it may have.
             step_s: Seconds of the step.
-            update_s: Least seconds of the longest update (optimizer step, weight gather) of all
-                stages.
+            update_s: Lower bound on the longest update (optimizer step and weight gather) of any
+                stage, in seconds.
         """
         # Time from the first of all last backward passes, on the last stage, to the end of the
         # step.
@@ -340,16 +341,19 @@ class StepLowerBound(PassBounds):
     ) -> float:
         """Return a lower bound on the step time, in seconds, if `stage` has `layers` layers.
 
-        It is the sum of two times:
+        The end of the stage's last backward pass divides the step in two parts. Each part takes at
+        least the larger of two times, and the bound is the sum of both parts:
 
-            1. until the stage ends its last backward pass: the larger of
-                 by_passes_s   the way down (forward passes and messages of the earlier stages), then all
-                               passes of the stage, with its waits for gradients from later stages
-                 by_messages_s all activations pass the slowest stage link in sequence; the gradient of the
-                               last comes back to the stage, which does its backward pass
-            2. from then to the end of the step: the larger of
-                 stage_end_s   the stage's own reduction and update
-                 way_up_s      backward passes and messages of the earlier stages, then `first_end_s`
+            1. from the step's start to this end
+                 by_passes_s    The first activation comes through the earlier stages. Then the stage
+                                does all its passes, and waits for gradients of the later stages.
+                 by_messages_s  All activations pass the slowest stage link in sequence. The last one
+                                reaches the last stage, its gradient comes back to this stage, and
+                                the stage does the backward pass.
+            2. from this end to the step's end
+                 stage_end_s    The stage reduces its gradients and updates its weights.
+                 way_up_s       The last gradient goes back through the earlier stages. Then the first
+                                stage reduces and updates (`first_end_s`).
 
         Args:
             stage: The stage.
@@ -359,7 +363,9 @@ class StepLowerBound(PassBounds):
                 stages.
             first_end_s: Least seconds of the first stage's reduction and update.
         """
-        ways = self._ways_with(stage, layers, layers_before)  # of a micro-batch on the other stages
+        # A micro-batch on the other stages: down_s and up_s are forward and backward passes of the
+        # earlier stages, round_trip_s goes through the later stages and back.
+        ways = self._ways_with(stage, layers, layers_before)
         links_s = self.links_before_s[stage]  # messages of the earlier stages, one way
         passes_s = self._pass_times(stage, layers).seconds(ways.round_trip_s)
         by_passes_s = ways.down_s + links_s + passes_s

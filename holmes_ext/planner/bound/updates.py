@@ -53,13 +53,15 @@ StageGroup = tuple[tuple[LinearCost, int], int]
 def update_intervals(
     groups: Sequence[StageGroup], layer_count: int, step_s: float
 ) -> list[UpdateInterval]:
-    """Return the intervals in which the longest update of all stages may lie, shortest first.
+    """Return intervals of seconds that cover every possible time of the longest update, ascending.
 
     An update is a stage's optimizer step and the gather of its new weights; it takes longer the
-    more layers the stage has. The step is bounded for each interval, with its start as the time of
-    the longest update. Narrow intervals make these bounds tight, and wide ones make them few. So
-    the width is 1 % of the step (SHARE_OF_STEP) or 10 % of the interval's start (SHARE_OF_UPDATE),
-    whichever is wider.
+    more layers the stage has. So the longest update of all stages depends on the split of the
+    layers, which is open. The caller computes a lower bound on the step for each interval, and
+    assumes that the longest update takes as long as the interval's start.
+
+    Narrow intervals make these bounds tight, and wide ones make them few. An interval is 1 % of the
+    step wide (SHARE_OF_STEP), or 10 % of its start (SHARE_OF_UPDATE) if that is wider.
 
     Args:
         groups: Of each set of equal stages: ((seconds of an update, most layers), number of
