@@ -691,9 +691,11 @@ class Fold:
     ) -> StageMessages:
         """Return the numbers of messages from one stage to another in the pipelines of a class.
 
-        Pipelines on equal nodes form a class, and each pipeline sends a single message. In the result,
-        `count` is the number of these messages. `leaving` and `reaching` are the messages that a
-        NIC of a sending and of a receiving node carries, from all concurrent classes.
+        Pipelines on equal nodes form a class, and each pipeline sends a message. The result has:
+
+            count       messages of this class
+            leaving     messages that leave a sending node, of all classes in `concurrent`
+            reaching    messages that reach a receiving node, of all classes in `concurrent`
 
         Args:
             pipeline_class: Number of the class.
@@ -724,7 +726,7 @@ class Fold:
     ) -> int:
         """Return how many messages from `stage` to `other` leave a node, in the given pipeline classes.
 
-        Messages of ranks that the fold has not kept are included.
+        A fold keeps one of several equal ranks. The messages of the ranks that are not kept count, too.
 
         Args:
             node_index: Index of the node.
@@ -926,9 +928,9 @@ class Fold:
     def _groups(self, role: str) -> dict[Hashable, list[int]]:
         """Return the groups of a role within any stage, with the ranks that the fold keeps.
 
-        The ranks of a stage form a grid. Members of a group differ only along the axes of its role,
-        KINDS[role], such as "dp" and "cp" for "data". So the key of a group is its coordinates along
-        all other axes.
+        A fold keeps one of several equal ranks. The ranks of a stage form a grid. Members of a group
+        differ only along the axes of its role, KINDS[role], such as "dp" and "cp" for "data". Their
+        coordinates along all other axes are the same, and serve as the key of the group.
 
         Args:
             role: Kind of the groups: "data", "tensor", "context" or "expert".

@@ -37,7 +37,7 @@ PACK_BUDGET = 150_000
 
 
 class Assignment(NamedTuple):
-    """Choice of a fabric for a number of interchangeable nodes, as a part of a result of pack()."""
+    """Fabric that pack() chooses for a number of nodes of a class."""
 
     fabric: str
     node_class: int  # nodes on the same fabrics form a class
@@ -487,7 +487,8 @@ class _Search:
 def _divisions_with_leftovers(counts: Mapping[int, int], size: int) -> Iterator[list[Component]]:
     """Yield divisions of nodes into components (nodes with the same stages), with few mixed components.
 
-    Nodes on the same fabrics form a class. Leftovers of the classes are mixed, in every order.
+    Nodes on the same fabrics form a class. Nodes of a class that fill no component of their own are put
+    in a line, class after class in every order, and the line is cut into mixed components.
 
     Args:
         counts: Class of node -> number of nodes.
