@@ -487,11 +487,10 @@ class _Search:
 def _divisions_with_leftovers(counts: Mapping[int, int], size: int) -> Iterator[list[Component]]:
     """Yield divisions of nodes into components (nodes with the same stages), with few mixed components.
 
-    Nodes on the same fabrics form a class. Nodes of a class that fill no component of their own are put
-    in a line, class after class in every order, and the line is cut into mixed components.
+    Leftovers of the classes are put in a line, class after class in every order, and cut into components.
 
     Args:
-        counts: Class of node -> number of nodes.
+        counts: Class of node (nodes on the same fabrics) -> number of nodes.
         size: Nodes of a component.
     """
     pure = [(node_class,) * size for node_class, n in counts.items() for _ in range(n // size)]
