@@ -637,7 +637,8 @@ class Fold:
     def ranks(self, pipeline_class: int, stage: int) -> tuple[int, ...]:
         """Return all global ranks of a stage that belong to the pipelines of a class.
 
-        Pipelines on equal nodes form a class. Ranks that the fold has not kept are included.
+        Pipelines on equal nodes form a class. A fold keeps one of several equal ranks; the result has
+        all of them.
         """
         ranks: list[int] = []
         for first_rank, other_class in self.pipeline_class_of.items():
@@ -742,7 +743,8 @@ class Fold:
     def _messages_leaving(self, stage: int, other: int) -> Counter[tuple[int, int]]:
         """Return how many messages from `stage` to `other` leave each node, by pipeline class.
 
-        Each kept pipeline sends a single message. It leaves the node if `other` is on another node.
+        A fold keeps one of several equal pipelines, and only these count. Each sends a single message,
+        which leaves the node if `other` is on another node.
 
         Returns:
             (index of the sending node, pipeline class) -> number of messages.
@@ -762,8 +764,8 @@ class Fold:
         """Return for each node class the number of data-parallel groups with ranks on a node.
 
         A node class are nodes of the same type that hold equally many ranks of each class of equal
-        pipelines, so they have the same number of groups. Groups of all stages count, also those of
-        ranks that the fold has not kept.
+        pipelines, so they have the same number of groups. Groups of all stages count. A fold keeps one
+        of several equal ranks; groups of the ranks that are not kept count, too.
 
         Returns:
             Node class -> number of groups.

@@ -205,7 +205,7 @@ class StepLowerBound(PassBounds):
         A split is the number of layers of each stage.
 
         Args:
-            max_layers: Most layers of each stage.
+            max_layers: For each stage, the largest number of layers that it may have.
             backward_from: First stage whose backward pass counts, too; of earlier stages only the
                 forward pass counts.
         """
@@ -254,8 +254,8 @@ class StepLowerBound(PassBounds):
 
         Args:
             step_s: Seconds that the step may take.
-            update_s: Least seconds of the longest update (optimizer step, weight gather) of all
-                stages; it counts for every stage.
+            update_s: Lower bound on the longest update (optimizer step, weight gather) of any
+                stage, in seconds; it counts for every stage.
             update_limit_s: Seconds that no update may reach; this limits the layers, too.
         """
         limits: list[int] = []
@@ -296,9 +296,9 @@ class StepLowerBound(PassBounds):
         sequence, so the layers of these stages are limited together.
 
         Args:
-            limits: Most layers of every stage.
+            limits: For each stage, the largest number of layers that it may have.
             step_s: Seconds of the step.
-            update_s: Least seconds of the longest update of all stages.
+            update_s: Lower bound on the longest update of any stage, in seconds.
         """
         for stages in self.stages_of_nodes:  # the stages on each node, if several
             if not self._node_can_reduce(stages, limits, step_s):
@@ -358,9 +358,9 @@ class StepLowerBound(PassBounds):
         Args:
             stage: The stage.
             layers: Its number of layers.
-            layers_before: Most layers that the earlier stages can hold together.
-            update_s: Least seconds of the longest update (optimizer step, weight gather) of all
-                stages.
+            layers_before: Largest number of layers that all earlier stages together can hold.
+            update_s: Lower bound on the longest update (optimizer step, weight gather) of any
+                stage, in seconds.
             first_end_s: Least seconds of the first stage's reduction and update.
         """
         # A micro-batch on the other stages: down_s and up_s are forward and backward passes of the
@@ -385,7 +385,7 @@ class StepLowerBound(PassBounds):
         Args:
             stage: The stage.
             layers: Its number of layers.
-            layers_before: Most layers that the earlier stages can hold together.
+            layers_before: Largest number of layers that all earlier stages together can hold.
         """
         down_s = self.down_s[stage]
         up_s = self.up_s[stage]
@@ -426,7 +426,7 @@ class StepLowerBound(PassBounds):
         Args:
             stage: Number of the stage.
             layers: Layers of the stage.
-            update_s: Least seconds of the longest update.
+            update_s: Lower bound on the longest update of any stage, in seconds.
         """
         after = self.after_backward[stage]
         backward_s = layers * self.backward_s[stage] + self.extra_backward_s[stage]
@@ -446,7 +446,7 @@ class StepLowerBound(PassBounds):
 
         Args:
             stages: Stages on the node.
-            limits: Most layers of every stage.
+            limits: For each stage, the largest number of layers that it may have.
             step_s: Seconds of the step.
         """
         # The limits sum to `spare` layers more than the model has. In the best case for this node,
@@ -465,7 +465,7 @@ class StepLowerBound(PassBounds):
         layers fewer than its limit. It may be any stage, so the least of their bounds is returned.
 
         Args:
-            limits: Most layers of every stage.
+            limits: For each stage, the largest number of layers that it may have.
         """
         spare = sum(limits) - self.layer_count
         starts_s = []

@@ -64,8 +64,8 @@ def update_intervals(
     step wide (SHARE_OF_STEP), or 10 % of its start (SHARE_OF_UPDATE) if that is wider.
 
     Args:
-        groups: Of each set of equal stages: ((seconds of an update, most layers), number of
-            stages).
+        groups: For each set of equal stages: ((seconds of an update, largest number of layers of a
+            stage), number of stages).
         layer_count: Layers of the model.
         step_s: Estimate of the step time, in seconds.
     """
@@ -91,8 +91,8 @@ def _possible_updates_s(groups: Sequence[StageGroup]) -> list[float]:
     stage's number of layers, so each stage adds a time for every number that its memory allows.
 
     Args:
-        groups: Of each set of equal stages: ((seconds of an update, most layers), number of
-            stages).
+        groups: For each set of equal stages: ((seconds of an update, largest number of layers of a
+            stage), number of stages).
     """
     possible_s = set()
     for (update, max_layers), _ in groups:
@@ -109,8 +109,8 @@ def _layers_below(limit_s: float, groups: Sequence[StageGroup]) -> int:
 
     Args:
         limit_s: Seconds that every stage's update must stay below.
-        groups: Of each set of equal stages: ((seconds of an update, most layers), number of
-            stages).
+        groups: For each set of equal stages: ((seconds of an update, largest number of layers of a
+            stage), number of stages).
     """
     most_layers = 0
     for (update, max_layers), stages in groups:

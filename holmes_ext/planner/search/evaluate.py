@@ -360,7 +360,7 @@ def _ideal_counts_rounded_down(stages: StageBounds, block_s: Sequence[float]) ->
     blocks that it computes in this time, at least 1, and no more than fit its memory.
 
     Args:
-        stages: Bounds on the work of the stages, and most layers of each.
+        stages: Bounds on the work of the stages, and the largest number of layers of each.
         block_s: For each stage, the seconds of a block.
     """
     counts = [1] * stages.stage_count
