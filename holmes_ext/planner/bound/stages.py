@@ -87,7 +87,7 @@ class StageBounds:
         self.max_layers = self._max_layers()
 
     def _max_layers(self) -> list[int]:
-        """Return the most layers that fit each stage's memory (no memory limit: all layers)."""
+        """Return how many layers fit the memory of each stage (no memory limit: all layers)."""
         # Bytes of a layer, and of embedding or output layer. room_bytes: memory of a GPU for them.
         block_bytes, extra_bytes = _block_and_extra(self.costs.memory)
         result = []

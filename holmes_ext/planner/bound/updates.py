@@ -32,7 +32,7 @@ class LinearCost(NamedTuple):
     fixed_s: float  # once, whatever the number of layers
 
     def layers_below(self, limit_s: float, max_layers: int) -> int:
-        """Return the most layers (up to `max_layers`) that take less than `limit_s` seconds."""
+        """Return the largest number of layers, up to `max_layers`, that takes less than `limit_s`."""
         if limit_s == inf or not self.block_s:
             return max_layers
         layers = ceil((limit_s - self.fixed_s) / self.block_s * (1 - ROUNDING)) - 1
@@ -46,14 +46,14 @@ class UpdateInterval(NamedTuple):
     limit_s: float  # exclusive
 
 
-#: Equal stages: ((seconds of their update, most layers of each), number of these stages).
+#: Equal stages: ((seconds of their update, largest number of layers of each), number of stages).
 StageGroup = tuple[tuple[LinearCost, int], int]
 
 
 def update_intervals(
     groups: Sequence[StageGroup], layer_count: int, step_s: float
 ) -> list[UpdateInterval]:
-    """Return intervals of seconds that cover every possible time of the longest update, ascending.
+    """Return intervals, in ascending order, that cover all possible seconds of the longest update.
 
     An update is a stage's optimizer step and the gather of its new weights; it takes longer the
     more layers the stage has. So the longest update of all stages depends on the split of the
