@@ -251,14 +251,16 @@ class Runs:
         add("--minutes", type=float, default=0.0, help="begin no run after so many (0: all)")
 
     def of(self, key: str, make: Callable[[], Any]) -> Any:
-        """Return the result of a run: from the file, or from calling make() now.
+        """Return the result of a run of the benchmark; make the run only if there is no result yet.
+
+        The file of this object (`path`) keeps results of earlier calls, also of an earlier process.
 
         Args:
-            key: Name of the run in the file.
-            make: Runs it, and returns a result that JSON can store.
+            key: Name of the run; it identifies the result in the file.
+            make: Function that makes the run, and returns a result that JSON can store.
 
         Returns:
-            None if no time is left for the run.
+            The result; None if there is none yet and the time limit (`minutes`) has passed.
         """
         if key in self._results:
             return self._results[key]

@@ -174,10 +174,10 @@ def _torch(version: str, packages: tuple[str, ...]) -> Row:
 
 
 def _deepspeed(version: str) -> Row:
-    """Return a row: one version of DeepSpeed, with the tests that matrix.py runs with it.
+    """Return a row of the compatibility table: a version of DeepSpeed, and the tests to run with it.
 
-    The field `few` of the row has the few tests that also run in `make old-versions`. The field
-    `lab` names the training job that matrix.py measures on emulated clusters.
+    matrix.py installs the version. It runs the tests of the field `tests`, and the training job that the
+    field `lab` names, on emulated clusters. `make old-versions` runs only the tests of the field `few`.
 
     Args:
         version: Version of DeepSpeed, such as "0.18.9".
@@ -194,10 +194,10 @@ def _deepspeed(version: str) -> Row:
 
 
 def _megatron(version: str, source: str = "") -> Row:
-    """Return a row: one version of megatron-core, with the tests that matrix.py runs with it.
+    """Return a row of the compatibility table: a version of megatron-core, and the tests to run with it.
 
-    The field `few` of the row has the few tests that also run in `make old-versions`. The field
-    `lab` names the training job that matrix.py measures on emulated clusters.
+    matrix.py installs the version. It runs the tests of the field `tests`, and the training job that the
+    field `lab` names, on emulated clusters. `make old-versions` runs only the tests of the field `few`.
 
     Args:
         version: Version of megatron-core.

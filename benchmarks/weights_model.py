@@ -31,7 +31,7 @@ class ModelVersion(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return its bytes."""
+        """Return the bytes of all files of the version."""
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
 

@@ -70,7 +70,7 @@ class OneOf:
 
     @property
     def allowed(self) -> str:
-        """Description of the allowed values."""
+        """Description of the values of this check, for messages: "one of a, b"."""
         return f"one of {', '.join(map(str, self.values))}"
 
     def accepts(self, value: object) -> bool:

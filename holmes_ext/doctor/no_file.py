@@ -20,12 +20,15 @@ _MEND = "describe the clusters in a cluster.toml: --cluster FILE here, --holmes-
 
 
 def check_without_file(nodes: Sequence[NodeReport], is_job: bool) -> Iterator[Finding]:
-    """Yield a finding if a job on these nodes ends at start-up without a cluster.toml.
+    """Yield a finding if a job on these nodes needs a cluster.toml.
+
+    Without the file, such a job stops with an error at start-up, because its NICs do not show which nodes
+    are in the same cluster.
 
     Args:
         nodes: All nodes of the job.
-        is_job: Whether a job on these nodes is certain. Otherwise the finding is a note: the job may have a
-            cluster.toml that this check was not given.
+        is_job: True for a job without the file: the finding is a problem. False if these are just nodes: it
+            is a note, as their jobs may have a cluster.toml that this check was not given.
     """
     # The number of processes does not matter here, and is not known before a job starts them.
     reports = [replace(node, processes=1) for node in nodes]

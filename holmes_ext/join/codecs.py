@@ -125,8 +125,9 @@ class TwoBits(OuterCodec):
     def _block(self, chunks: int, elements: int) -> _Block:
         """Return number, padded length and encoded bytes of chunks that have equal lengths.
 
-        Elements of a chunk share two magnitudes. A chunk's length is padded to a multiple of 4,
-        because four 2-bit codes fill a byte.
+        A chunk is encoded as two magnitudes, and a 2-bit code for each element: its sign, and which
+        of the two magnitudes it gets. Four codes fill a byte, so a chunk's length is padded to a
+        multiple of 4.
 
         Args:
             chunks: Number of chunks.

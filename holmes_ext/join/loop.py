@@ -179,7 +179,7 @@ class OuterLoop:
         self._captured[index] = _Capture(in_flight, parts)
 
     def submit(self, fragment: int) -> None:
-        """Pass the captured pseudo-gradient of a fragment to the rounds thread."""
+        """Pass the captured pseudo-gradient of a fragment to the thread that runs the outer rounds."""
         sent = self._captured.pop(fragment)
         self._submitted[fragment] = sent
         self.rounds.submit(sent.in_flight)

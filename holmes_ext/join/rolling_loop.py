@@ -100,7 +100,7 @@ class RollingLoop(OuterLoop):
         return index
 
     def submit(self, fragment: int) -> None:
-        """Pass the captured pseudo-gradient of a fragment to the rounds thread.
+        """Pass the captured pseudo-gradient of a fragment to the thread that runs the outer rounds.
 
         Args:
             fragment: Result of capture(); with _NO_FRAGMENT nothing was captured, and nothing is

@@ -87,7 +87,7 @@ class Decisions:
         self.prices = Prices(self.network, job, rules)
 
     def traffic(self) -> Traffic:
-        """Return the decisions: networks of groups, reductions, stage links and the order of passes."""
+        """Return how the job communicates: networks of groups, reductions, stage links, order of passes."""
         fabrics_of: dict[str, list[str]] = {}  # role, such as "data" -> fabric of each group
         for role, ranks in self.plan.groups():
             fabric = self.plan.fabric_of(ranks, self.network_api)

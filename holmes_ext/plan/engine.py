@@ -109,10 +109,11 @@ FLAT, HIERARCHICAL = REDUCTIONS = "flat", "hierarchical"
 
 @dataclass(frozen=True)
 class Rules:
-    """Methods that prices and decisions assume for a job: reductions, sharding, schedule, compression.
+    """How a job may reduce gradients, shard, schedule its passes and compress.
 
-    They follow from the engine and the user's options (rules_of). The defaults are those of a job without
-    options, on an engine with all abilities of holmes.
+    The cost model and the decisions about a job's traffic assume these settings. They follow from the
+    training engine and the user's options (rules_of). The defaults are those of a job without options, on
+    an engine with all abilities of holmes.
     """
 
     reductions: tuple[str, ...] = REDUCTIONS  # ways to sum gradients that are allowed
@@ -142,15 +143,18 @@ class Rules:
 def rules_of(engine: EngineTraits, options: Options, direct: bool = False, **more: Any) -> Rules:
     """Return the methods that a job may use: ways to reduce gradients, schedules and compression.
 
-    A method may be used under three conditions: the engine is able to run it (ABILITIES), the
-    feature of holmes behind it is not disabled (options.off, HOLMES_DISABLE), and the option for it
-    is set.
+    A method may be used under three conditions:
+
+        The engine is able to run it (EngineTraits.can).
+        The user has not disabled the feature of holmes that implements it (options.off, from
+        HOLMES_DISABLE).
+        If the method has an option, such as --holmes-schedule, the option allows it.
 
     Args:
         engine: The training engine.
         options: Options of the user.
         direct: Whether a hierarchical all-reduce uses gloo's direct exchanges; else NCCL's rings.
-        more: Further fields of Rules.
+        more: Fields of Rules that do not follow from the other arguments, such as `zero`.
     """
 
     def can(ability: str) -> bool:

@@ -161,7 +161,12 @@ class ExpertOrder:
     layers: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise HolmesError if a layer does not list each expert once, or not as many on each rank."""
+        """Check the order of the experts in every layer.
+
+        Raises:
+            HolmesError: A layer lists an expert twice or not at all, or the experts cannot be divided
+                equally among the ranks.
+        """
         for number, order in self.layers.items():
             if sorted(order) != list(range(len(order))) or len(order) % self.ranks:
                 raise HolmesError(

@@ -637,7 +637,8 @@ class Fold:
     def ranks(self, pipeline_class: int, stage: int) -> tuple[int, ...]:
         """Return all global ranks of a stage that belong to the pipelines of a class.
 
-        Pipelines on equal nodes form a class. Ranks that the fold has not kept are included.
+        Pipelines on equal nodes form a class. A fold keeps one of several equal ranks; the result has
+        all of them.
         """
         ranks: list[int] = []
         for first_rank, other_class in self.pipeline_class_of.items():
@@ -691,9 +692,11 @@ class Fold:
     ) -> StageMessages:
         """Return the numbers of messages from one stage to another in the pipelines of a class.
 
-        Pipelines on equal nodes form a class, and each pipeline sends a single message. In the result,
-        `count` is the number of these messages. `leaving` and `reaching` are the messages that a
-        NIC of a sending and of a receiving node carries, from all concurrent classes.
+        Pipelines on equal nodes form a class, and each pipeline sends a message. The result has:
+
+            count       messages of this class
+            leaving     messages that leave a sending node, of all classes in `concurrent`
+            reaching    messages that reach a receiving node, of all classes in `concurrent`
 
         Args:
             pipeline_class: Number of the class.
@@ -724,7 +727,7 @@ class Fold:
     ) -> int:
         """Return how many messages from `stage` to `other` leave a node, in the given pipeline classes.
 
-        Messages of ranks that the fold has not kept are included.
+        A fold keeps one of several equal ranks. The messages of the ranks that are not kept count, too.
 
         Args:
             node_index: Index of the node.
@@ -740,7 +743,8 @@ class Fold:
     def _messages_leaving(self, stage: int, other: int) -> Counter[tuple[int, int]]:
         """Return how many messages from `stage` to `other` leave each node, by pipeline class.
 
-        Each kept pipeline sends a single message. It leaves the node if `other` is on another node.
+        A fold keeps one of several equal pipelines, and only these count. Each sends a single message,
+        which leaves the node if `other` is on another node.
 
         Returns:
             (index of the sending node, pipeline class) -> number of messages.
@@ -760,8 +764,8 @@ class Fold:
         """Return for each node class the number of data-parallel groups with ranks on a node.
 
         A node class are nodes of the same type that hold equally many ranks of each class of equal
-        pipelines, so they have the same number of groups. Groups of all stages count, also those of
-        ranks that the fold has not kept.
+        pipelines, so they have the same number of groups. Groups of all stages count. A fold keeps one
+        of several equal ranks; groups of the ranks that are not kept count, too.
 
         Returns:
             Node class -> number of groups.
@@ -926,9 +930,9 @@ class Fold:
     def _groups(self, role: str) -> dict[Hashable, list[int]]:
         """Return the groups of a role within any stage, with the ranks that the fold keeps.
 
-        The ranks of a stage form a grid. Members of a group differ only along the axes of its role,
-        KINDS[role], such as "dp" and "cp" for "data". So the key of a group is its coordinates along
-        all other axes.
+        A fold keeps one of several equal ranks. The ranks of a stage form a grid. Members of a group
+        differ only along the axes of its role, KINDS[role], such as "dp" and "cp" for "data". Their
+        coordinates along all other axes are the same, and serve as the key of the group.
 
         Args:
             role: Kind of the groups: "data", "tensor", "context" or "expert".

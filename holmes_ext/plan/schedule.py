@@ -68,7 +68,7 @@ class Times:
     most: tuple[float, ...]  # micro-batches whose activations fit the memory, from F to B or W
 
     def of(self, letter: str, stage: int) -> float:
-        """Return the seconds of a pass on a stage."""
+        """Return the seconds of a pass on a stage: "F" forward, "B" backward, or its parts "I" and "W"."""
         if letter == "F":
             return self.forward[stage]
         inputs_s = self.inputs[stage] if letter in "BI" else 0.0

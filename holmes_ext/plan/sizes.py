@@ -217,10 +217,13 @@ def groups(sizes: Sizes, kind: str) -> list[tuple[int, ...]]:
 def expert_grid(sizes: Sizes) -> tuple[dict[str, int], dict[str, int]]:
     """Return the sizes and strides of the grid of experts over the ranks of a stage, by axis.
 
-    Layers with experts arrange the ranks of a stage in a second grid (as megatron.core.parallel_state):
-    "tp" x "ep" x "dp", without a context axis. An expert-parallel group is a line along "ep". The tensor
-    size of this grid is that of the job if the expert size divides data x context. If not, it is 1: the
-    expert size then divides only data x context x tensor.
+    A stage's ranks form a grid of data x context x tensor ranks. Layers with experts arrange the same
+    ranks in another grid (as megatron.core.parallel_state), with the axes "tp", "ep" and "dp" and
+    without a context axis. An expert-parallel group is a line along "ep".
+
+    The grid keeps the job's tensor size if data x context is a multiple of the expert size. Otherwise
+    its tensor size is 1. Example: of 8 ranks with data 2, tensor 4 and expert 2, the grid is "tp" 4, "ep"
+    2, "dp" 1. With expert 8 it is "tp" 1, "ep" 8, "dp" 1.
 
     Returns:
         Axis -> size, and axis -> distance between neighbours, among the ranks of a stage.

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def _is_checked(options: Options) -> bool:
-    """Return whether the job is to be checked and not run (--holmes-check)."""
+    """Return whether --holmes-check is set: the job is checked, and ends before its first step."""
     return options.value("check") != "off"
 
 
 def _session_is_checked(current: Session) -> bool:
-    """Return whether the running job is to be checked only."""
+    """Return whether the running job ends after its check, because --holmes-check is set."""
     return _is_checked(current.options)
 
 

@@ -44,7 +44,10 @@ class Edit:
     add: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """Return a line for each kind of change; no line if there is nothing of the kind."""
+        """Return a line for the flags to remove, for those to change and for those to add, if any.
+
+        Example: ["remove --use-torch-fsdp2", "add --recompute-granularity full"].
+        """
         texts = {
             "remove": " ".join(self.remove),
             "change": ", ".join(map(str, self.change)),

@@ -153,14 +153,16 @@ def _last_value(words: Sequence[str], flag: str) -> str:
 
 
 def _unwanted(request: Request, wanted: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """Yield the flags that a command must not have if it is to run the plan.
+    """Yield the flags that must be removed from the user's command so that it runs the plan.
 
-    The tables of plan_flags.py name them:
+    There are none if the command runs the plan already. Flags that the plan sets itself (`wanted`) are
+    not removed. The tables of plan_flags.py list the others; all but HOLMES are Megatron's:
 
-        HOLMES             flags of holmes for a plan file and sizes: they belong to the old plan
-        DECIDED            flags whose value a plan decides; if this plan has none for them, they go
-        NEEDS              flags that are refused or ignored unless a plan has a property, such as a
-                           pipeline
+        HOLMES             plan file and sizes of holmes: they belong to the old plan
+        DECIDED            settings that every plan decides, such as the tensor-parallel size. If the
+                           plan does not set the flag, it uses the default.
+        NEEDS              flags that Megatron refuses or ignores unless the plan has a property,
+                           such as a pipeline
         FSDP_CHECKPOINTS   checkpoint formats that only an FSDP has; no plan uses Megatron's FSDPs
 
     Args:
@@ -170,7 +172,7 @@ def _unwanted(request: Request, wanted: Mapping[str, tuple[str, ...]]) -> Iterat
     if runs_already(request.candidate, request.layout):
         return
     if request.framework not in MEGATRONS:
-        # The script's own flags may have the names of Megatron's.
+        # Flags of another framework's script may have the names of Megatron's: leave them.
         yield from (flag for flag in (*HOLMES, "--holmes-partition") if flag not in wanted)
         return
     yield from (flag for flag in DECIDED if flag not in wanted)

@@ -37,7 +37,7 @@ def deactivate(reason: str) -> None:
 
 
 def follow_steps() -> bool:
-    """Return whether an extension needs the times of training steps."""
+    """Return whether the times of training steps must be measured: an extension has an on_step function."""
     return bool(_functions["on_step"])
 
 

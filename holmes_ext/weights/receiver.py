@@ -58,7 +58,7 @@ _MOST_GUESTS = 256
 
 @dataclass(frozen=True)
 class ReceiverSettings:
-    """Settings of a receiving host."""
+    """Settings of a host that receives new versions of the weights from a training job."""
 
     streams: int = 4  # connections over which a version is pulled
     keep: int = 3  # newest versions that stay, besides those that are needed

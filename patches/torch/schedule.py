@@ -264,8 +264,8 @@ def _run_forward(call: Call, instance: Any, fwd_chunk_id: int) -> Any:
 
     Runs instead of forward_one_chunk of torch's stages; `call()` runs the original.
 
-    If the stage runs passes that holmes's plan lists, linear layers prepare to compute their weight gradients
-    separately from the backward pass.
+    A plan of holmes may list the order of all passes of a stage, with weight gradients as separate passes. On
+    such a stage, linear layers keep what they need to compute their weight gradients after the backward pass.
 
     Args:
         instance: The stage.

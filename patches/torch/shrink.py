@@ -171,11 +171,11 @@ def _new_planned_ranks(
 
     A member's rank at the job's start is called its planned rank, because the plan uses it.
 
-    torch describes each new member by a handle "BACKEND:RANK:UUID:...". RANK is the member's index
-    in a list of planned ranks. UUID identifies the list:
+    torch describes each new member by a handle "BACKEND:RANK:UUID:...". RANK is an index in one of
+    two lists of planned ranks. UUID says in which one:
 
-    - UUID of the group's last reconfiguration: former.planned_ranks.
-    - UUID -1: original_ranks. The member's process has just started.
+    - The UUID of the group's last reconfiguration: former.planned_ranks, the members since then.
+    - -1: original_ranks, the first members. The member's process has just started.
 
     For example, rank 1 of the planned ranks (0, 1, 2, 3) has left, so former.planned_ranks is
     (0, 2, 3). A handle with RANK 1 and the UUID of that change is the member with planned rank 2.

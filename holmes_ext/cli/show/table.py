@@ -137,7 +137,13 @@ class Screen:
         return self.width - sum(widths[index].least + _GAP for index in kept)
 
     def _print_whole(self, grid: Grid, missing: int) -> None:
-        """Print a table without cutting it, even if the screen lacks `missing` characters."""
+        """Print a table without cutting it, even if it is wider than the screen.
+
+        Its lines then extend beyond the screen; the terminal wraps them.
+
+        Args:
+            missing: Characters by which the table is wider than the screen, 0 or more.
+        """
         width = self.width
         self.console.width = width + missing
         self.console.print(grid)

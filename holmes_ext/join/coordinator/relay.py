@@ -210,7 +210,10 @@ class PeerRelay:
             return self._lines.pop(key)
 
     def _bytes_left(self) -> float:
-        """Return how many bytes may still be forwarded. The caller must hold the lock `_changed`."""
+        """Return how many bytes the relay may still forward between jobs (inf: no limit is set).
+
+        The caller must hold the lock `_changed`.
+        """
         if self._limit_bytes is None:
             return float("inf")
         return self._limit_bytes - sum(self._bytes.values())

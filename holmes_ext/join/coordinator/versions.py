@@ -55,12 +55,18 @@ class Versions:
         return agreed_claim(claims, self._state.committed.get(fragment), self._state.number)
 
     def behind_reply(self, member: Member) -> Reply | None:
-        """Return the verdict "behind" with the fragments that a job must take, and the job that gives them.
+        """Return the verdict "behind" for a job whose weights are older than those of the other jobs.
 
-        The donor is the job that has most of these fragments, the earliest of several. Avoided, if there are
-        others, are donors that gave this job wrong weights before; then those from which it could not take
-        any; then those with which its exchanges have failed. The donor is noted in the member's
-        `unchecked_donors`: its weights are checked when the member reports the next time.
+        The reply names the fragments (parts of the model) that the job must take, and a donor: the job
+        that it takes them from. The donor's name is stored in the member's `unchecked_donors`: its weights
+        are checked when the member reports the next time. Donors are compared by these criteria; a later
+        one counts only between donors that are equal by all earlier ones:
+
+            1. It has not given this job wrong weights before.
+            2. This job has not failed to take weights from it before.
+            3. Its exchanges with this job have not failed.
+            4. It has most of the fragments.
+            5. It joined first.
 
         Returns:
             None if the job has the valid version of every fragment that another job could give it.

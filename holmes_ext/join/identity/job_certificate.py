@@ -145,7 +145,11 @@ def kept_file(address: JoinAddress, environ: Mapping[str, str]) -> Path:
 
 
 def kept_certificates(host: str, port: int, environ: Mapping[str, str]) -> list[JobCertificate]:
-    """Return the certificates for a coordinator's run that jobs of this user have kept in files."""
+    """Return all certificates for a coordinator that are kept in files of this user.
+
+    A job gets a certificate when it redeems an invitation, and keeps it in a file. There may be several
+    jobs of this user that have joined the run of the coordinator at `host` and `port`.
+    """
     # The file of a job is NAME@HOST-PORT.json, so "@HOST-PORT.json" is the end of all jobs' files.
     file_without_job = kept_file(JoinAddress("", host, port), environ)
     folder = file_without_job.parent

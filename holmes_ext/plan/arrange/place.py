@@ -37,7 +37,7 @@ PACK_BUDGET = 150_000
 
 
 class Assignment(NamedTuple):
-    """Choice of a fabric for a number of interchangeable nodes, as a part of a result of pack()."""
+    """Fabric that pack() chooses for a number of nodes of a class."""
 
     fabric: str
     node_class: int  # nodes on the same fabrics form a class
@@ -487,10 +487,10 @@ class _Search:
 def _divisions_with_leftovers(counts: Mapping[int, int], size: int) -> Iterator[list[Component]]:
     """Yield divisions of nodes into components (nodes with the same stages), with few mixed components.
 
-    Nodes on the same fabrics form a class. Leftovers of the classes are mixed, in every order.
+    Leftovers of the classes are put in a line, class after class in every order, and cut into components.
 
     Args:
-        counts: Class of node -> number of nodes.
+        counts: Class of node (nodes on the same fabrics) -> number of nodes.
         size: Nodes of a component.
     """
     pure = [(node_class,) * size for node_class, n in counts.items() for _ in range(n // size)]

@@ -93,8 +93,10 @@ def spread(
 def mixed(units: Sequence[int], groups: Groups, size: int) -> Stages:
     """Return stages of `size` units (nodes or GPUs), with the units of each group of clusters mixed evenly.
 
-    All units stand in a line: group after group, and within a group the units of each cluster at equal
-    distances. The line is cut into stages of `size` units. A stage may have units of two groups.
+    The units of a group are put in a line in which those of each cluster are spread evenly. The lines of
+    all groups follow each other, and are cut into stages of `size` units. So a stage may have units of two
+    groups. Example: a group of clusters 0 and 1 with 4 and 2 units has the line 0 1 0 0 1 0; with
+    size 3 the stages are (0, 0, 1) and (0, 0, 1).
 
     Args:
         units: Number of units of each cluster.

@@ -107,8 +107,9 @@ class Curve:
 def fit(samples: Iterable[tuple[float, float]], source: str = "link curve") -> Curve:
     """Return the curve through measured messages.
 
-    Measured times that decrease with the size are reduced to the least time of all larger messages. The rate
-    of large messages is that between the last two sizes, at most a tenth above that of the last message.
+    A larger message cannot truly be faster. So if one was measured to be faster, its time also counts for
+    the smaller messages. The rate of large messages is the slope between the two largest sizes, but at
+    most 10 % above bits / seconds of the largest.
 
     Args:
         samples: (bytes, seconds) of each message.

@@ -846,8 +846,10 @@ def on_clusters(model: Model, spec: SiteSpec) -> Model:
 
     Every number of a GPU comes from the first source that has it: the numbers in cluster.toml,
     [gpu.cluster.NAME] of the model file, the GPU's product name in cluster.toml, [gpu] of the model file.
-    If cluster.toml gives a GPU's FLOP/s only for whole training steps (gpu_model_flops), this function takes
-    them for those of kernels. They are fewer; with_kernel_flops() of plan/reached.py corrects that later.
+
+    A model needs the FLOP/s of kernels. cluster.toml may instead have those of whole training steps
+    (gpu_model_flops), which are lower, as a step also waits. Then the result has these, and
+    with_kernel_flops() of plan/reached.py corrects them later.
     """
     gpus = {}
     for cluster in spec.clusters:

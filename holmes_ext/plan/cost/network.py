@@ -266,13 +266,13 @@ class Network:
     # ------------------------------------------------------------------- loads
 
     def ring(self, family: GroupFamily, groups: float = 0, inside_bps: float = 0.0) -> Load:
-        """Return the load of a ring all-reduce in each group of a family of equal groups.
+        """Return the load of a ring all-reduce in each of several equal groups (a family).
 
         Args:
-            family: The groups.
-            groups: Number of groups, of this and all other families, that cross between clusters at
-                the same time and share links and NICs. 0: only the groups of `family` share them
-                (for the simulation, which adds the loads of other families itself).
+            family: The groups. Equal groups have the same ring over equal nodes.
+            groups: Number of groups that cross between clusters at the same time, and so share links
+                and NICs; groups that are not in `family` count, too. 0: only the groups of `family`
+                share them (for the simulation, which adds the loads of all families by itself).
             inside_bps: Bits/s between the GPUs of a node; used if each group lies inside a node.
         """
         if family.nodes == 1:

@@ -890,8 +890,9 @@ def _row_of_longest(activities: Sequence[_Activity], repeats: Sequence[int]) -> 
 
     A pass runs several activities at the same time: computation, and the use of networks. Each has
     seconds for a layer of each type, and exposed seconds that overlap with nothing. The activity
-    with the longest total sets the time of the pass. The result has its seconds; its exposed
-    seconds are added to the layers of the first type.
+    with the longest total sets the time of the pass, so the result has the seconds of this activity.
+    Its exposed seconds belong to no layer. They are divided among the layers of the first type,
+    because only the total of the pass counts.
 
     Args:
         activities: Activities that run at the same time.
@@ -904,7 +905,7 @@ def _row_of_longest(activities: Sequence[_Activity], repeats: Sequence[int]) -> 
         return layers_s + activity.exposed_s
 
     slowest = max(activities, key=total_s)
-    # Layers of a type have the same time, so each gets an equal part. Only the total of the pass counts.
+    # Each layer of the first type gets an equal part of the exposed seconds.
     first_s = slowest.layer_s[0] + slowest.exposed_s / repeats[0]
     return first_s, *slowest.layer_s[1:]
 
@@ -938,10 +939,11 @@ def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:
 
 
 def owners(network: Network, family: GroupFamily) -> GroupFamily:
-    """Return the groups that all-reduce a shard under hybrid sharding, with a rank of each cluster.
+    """Return the groups of ranks that own the same shard under hybrid sharding, a rank in each cluster.
 
-    Every cluster has all shards, and each of its ranks has a shard. So each data-parallel group of n ranks
-    in every cluster is divided into n such groups.
+    Hybrid sharding divides the model among the ranks of each cluster. So every cluster has all shards, and
+    the owners of a shard in different clusters all-reduce its gradients. A data-parallel group with n
+    ranks in each cluster has n shards, so it contains n groups of owners.
 
     Args:
         network: The site.

@@ -85,7 +85,10 @@ class ChainBound(StepLowerBound):
         return ChainedBound(low, split)
 
     def _possible_split(self, step_s: float) -> tuple[int, ...]:
-        """Return a split whose lower bound is at most `step_s` seconds; () if there is none."""
+        """Return a split of the layers with a lower bound on the step of at most `step_s` seconds.
+
+        A split is the number of layers of each stage; () if there is none with such a bound.
+        """
         # The seconds of the longest update lie in one of these intervals. Try each of them.
         for interval in self.update_intervals:
             split = self._split_within(step_s, interval)
@@ -106,7 +109,7 @@ class ChainBound(StepLowerBound):
             update: Range of seconds in which the longest update (optimizer step and weight gather)
                 of all stages is assumed to lie.
         """
-        # Most layers of each stage in such a step; None if they do not add up to the whole model.
+        # Largest number of layers of each stage in such a step; None if their sum is too small.
         limits = self._layer_limits(step_s, update.least_s, update.limit_s)
         if limits is None:
             return ()
@@ -160,13 +163,13 @@ class ChainBound(StepLowerBound):
 
         Args:
             stage: The stage.
-            limit: Most layers of the stage.
+            limit: Largest number of layers that the stage may have.
             end_of: The next stage's table: layers on all later stages -> earliest end of the next
                 stage's last backward pass, in seconds.
-            most_before: Most layers of all earlier stages together.
+            most_before: Largest number of layers that all earlier stages together may have.
             step_s: Seconds that the step may take.
-            update_s: Least seconds of the longest update (optimizer step and weight gather) of all
-                stages.
+            update_s: Lower bound on the longest update (optimizer step and weight gather) of any
+                stage, in seconds.
         """
         choices = _StageChoices(end_s={}, stage_layers={})
         times = _StageTimes(

@@ -43,8 +43,7 @@ class _InterleavedBound:
     def __init__(self, bounds: StageBounds):
         """Compute the earliest times of each stage's first and last passes.
 
-        The four lists (seconds from the step's start, an entry for each stage):
-        first_forward_start_s, first_backward_start_s, last_forward_end_s, last_backward_end_s.
+        The results are the last four attributes that this method sets.
 
         Args:
             bounds: Least seconds of a layer, a message and a reduction on every stage of a
@@ -56,7 +55,8 @@ class _InterleavedBound:
         self.stage_count = bounds.stage_count
         self.stage_links_s = bounds.stage_links_s
         self.stage_layers = bounds.layer_count // bounds.stage_count
-        #: Number of forward passes of each stage in a step, and of backward passes.
+        #: Forward passes of each stage in a step: one for each chunk and micro-batch. There are as
+        #: many backward passes.
         self.passes = self.chunks * self.micro_batches
         #: Seconds of a pass through a chunk.
         self.forward_s = self._of_chunk(bounds.forward_s)
@@ -65,16 +65,18 @@ class _InterleavedBound:
         self.embedding_forward_s = bounds.extra_forward_s[0]
         self.output_forward_s = bounds.extra_forward_s[-1]
         self.output_backward_s = bounds.extra_backward_s[-1]
-        #: Forward passes of each stage before forward and backward passes alternate.
+        #: Forward passes of each stage before it does a forward and a backward pass in turn.
         self.warm_up = [self._warm_up(stage) for stage in range(self.stage_count)]
-        #: Forward passes before the first backward pass: the warm-up, and the first pair's forward.
-        #: The schedule is symmetric: as many backward passes come after the last forward pass.
+        #: Forward passes of each stage before its first backward pass: those of the warm-up, and the
+        #: next one, as a forward pass comes first in each turn. The schedule is symmetric: as many
+        #: backward passes come after the last forward pass.
         self.in_flight = [min(passes + 1, self.passes) for passes in self.warm_up]
-        #: Seconds of a lap: a micro-batch through a chunk of every stage, and back to the stage where
-        #: it began (last_to_first: from the last stage to the next chunk of the first stage).
+        #: Seconds of a lap: a micro-batch goes through a chunk of every stage, and over the link from
+        #: the last stage to the next chunk of the first (last_to_first).
         links_s = sum(self.stage_links_s)
         self.forward_lap_s = sum(self.forward_s) + links_s + bounds.last_to_first.total_s
         self.backward_lap_s = sum(self.backward_s) + links_s + bounds.last_to_first.total_s
+        # The results: by stage, in seconds from the step's start.
         self.first_forward_start_s = self._first_forward_starts()
         self.first_backward_start_s = self._first_backward_starts()
         self.last_forward_end_s = self._last_forward_ends()
@@ -382,11 +384,13 @@ class _InterleavedBound:
         """
         ends_s = [self._end_after_passes_s(stage), self._end_after_nic_s(stage)]
         if self.bounds.after_backward[stage].overlapped:
-            # Reductions run under the backward passes of other chunks. Consider the chunks whose
-            # last backward pass comes after the stage's last forward pass: `in_flight` backward
-            # passes are left then, and the schedule does stage_count of them for each chunk.
+            # The reduction of a chunk runs under the backward passes of the chunks that follow. A
+            # bound for each chunk whose last backward pass comes after the stage's last forward
+            # pass, by the number of chunks that follow it: 0, 1, ... After the last forward pass,
+            # `in_flight` backward passes are left, and the schedule does stage_count of them for
+            # each chunk. So they belong to in_flight / stage_count chunks, rounded up.
             backward_passes_left = self.in_flight[stage]
-            closing_chunks = (backward_passes_left - 1) // self.stage_count + 1
+            closing_chunks = -(-backward_passes_left // self.stage_count)
             for followers in range(min(self.chunks, closing_chunks)):
                 ends_s.append(self._end_after_chunk_s(stage, followers))
         return [end_s + after_reduction_s for end_s in ends_s]

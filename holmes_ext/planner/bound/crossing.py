@@ -67,7 +67,7 @@ class SharedHop(NamedTuple):
         deadline has more. The first stage's number of layers is open, so every number is tried.
 
         Args:
-            max_layers: Most layers of each stage of the model.
+            max_layers: For each stage, the largest number of layers that it may have.
             seconds: Time for the first stage's reduction.
 
         Returns:
@@ -124,9 +124,9 @@ class SharedHop(NamedTuple):
 def shared_hops(bounds: StageBounds) -> list[SharedHop]:
     """Return the links between clusters that carry gradient reductions, the slowest first.
 
-    Of two links with a common stage, only the slower is returned, as it limits the layers more. So
-    each stage is on at most 1 returned link. This lets the caller, blocks_at_most(), add up the
-    layers that each link excludes, without counting a stage twice.
+    A link limits how many layers the stages that use it can have together. If a stage uses several
+    links, only the slowest is returned, as its limit is the lowest. So no stage is on two of the
+    returned links, and the caller, blocks_at_most(), can apply the limits one after the other.
     """
     byte_s: dict[Hop, dict[int, float]] = defaultdict(dict)  # hop -> stage -> seconds for a byte
     for stage in range(bounds.stage_count):
@@ -216,14 +216,15 @@ def blocks_at_most(
     seconds: Sequence[float],
     first_s: float = inf,
 ) -> float:
-    """Return the most layers of all stages whose gradients the links can carry in time.
+    """Return how many layers (blocks) all stages together can have if the links are to be in time.
 
-    Without the links it is the sum of `max_layers`. Each link takes off the layers of its stages
-    for whose gradients it has no time. A block is a transformer layer.
+    Each link must carry the gradients of the stages that use it. The memory alone would allow the sum
+    of `max_layers`. For each link, the layers of its stages for whose gradients it has no time are
+    subtracted.
 
     Args:
         hops: Links between clusters without a common stage (shared_hops).
-        max_layers: Most layers of each stage.
+        max_layers: For each stage, the largest number of layers that it may have.
         seconds: For each link, the time for the reductions of all its stages.
         first_s: Time for the first stage's reduction. It is shorter, because the first stage ends
             its backward passes last.

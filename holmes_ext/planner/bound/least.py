@@ -205,7 +205,7 @@ class StepLowerBound(PassBounds):
         A split is the number of layers of each stage.
 
         Args:
-            max_layers: Most layers of each stage.
+            max_layers: For each stage, the largest number of layers that it may have.
             backward_from: First stage whose backward pass counts, too; of earlier stages only the
                 forward pass counts.
         """
@@ -254,8 +254,8 @@ class StepLowerBound(PassBounds):
 
         Args:
             step_s: Seconds that the step may take.
-            update_s: Least seconds of the longest update (optimizer step, weight gather) of all
-                stages; it counts for every stage.
+            update_s: Lower bound on the longest update (optimizer step, weight gather) of any
+                stage, in seconds; it counts for every stage.
             update_limit_s: Seconds that no update may reach; this limits the layers, too.
         """
         limits: list[int] = []
@@ -296,9 +296,9 @@ class StepLowerBound(PassBounds):
         sequence, so the layers of these stages are limited together.
 
         Args:
-            limits: Most layers of every stage.
+            limits: For each stage, the largest number of layers that it may have.
             step_s: Seconds of the step.
-            update_s: Least seconds of the longest update of all stages.
+            update_s: Lower bound on the longest update of any stage, in seconds.
         """
         for stages in self.stages_of_nodes:  # the stages on each node, if several
             if not self._node_can_reduce(stages, limits, step_s):
@@ -310,13 +310,14 @@ class StepLowerBound(PassBounds):
     def _links_can_reduce(self, limits: Sequence[int], step_s: float, update_s: float) -> bool:
         """Return whether the links between clusters can carry the gradients of all layers in time.
 
-        Only links that several stages reduce over are examined (`self.crossing`).
+        A link is examined if several stages send the traffic of their gradient reductions over it
+        (`self.crossing`).
 
         Args:
-            limits: Most layers of every stage.
+            limits: For each stage, the largest number of layers that it may have.
             step_s: Seconds of the step.
-            update_s: Least seconds of the longest update (optimizer step, weight gather) of all
-                stages.
+            update_s: Lower bound on the longest update (optimizer step and weight gather) of any
+                stage, in seconds.
         """
         # Time from the first of all last backward passes, on the last stage, to the end of the
         # step.
@@ -340,26 +341,31 @@ class StepLowerBound(PassBounds):
     ) -> float:
         """Return a lower bound on the step time, in seconds, if `stage` has `layers` layers.
 
-        It is the sum of two times:
+        The end of the stage's last backward pass divides the step in two parts. Each part takes at
+        least the larger of two times, and the bound is the sum of both parts:
 
-            1. until the stage ends its last backward pass: the larger of
-                 by_passes_s   the way down (forward passes and messages of the earlier stages), then all
-                               passes of the stage, with its waits for gradients from later stages
-                 by_messages_s all activations pass the slowest stage link in sequence; the gradient of the
-                               last comes back to the stage, which does its backward pass
-            2. from then to the end of the step: the larger of
-                 stage_end_s   the stage's own reduction and update
-                 way_up_s      backward passes and messages of the earlier stages, then `first_end_s`
+            1. from the step's start to this end
+                 by_passes_s    The first activation comes through the earlier stages. Then the stage
+                                does all its passes, and waits for gradients of the later stages.
+                 by_messages_s  All activations pass the slowest stage link in sequence. The last one
+                                reaches the last stage, its gradient comes back to this stage, and
+                                the stage does the backward pass.
+            2. from this end to the step's end
+                 stage_end_s    The stage reduces its gradients and updates its weights.
+                 way_up_s       The last gradient goes back through the earlier stages. Then the first
+                                stage reduces and updates (`first_end_s`).
 
         Args:
             stage: The stage.
             layers: Its number of layers.
-            layers_before: Most layers that the earlier stages can hold together.
-            update_s: Least seconds of the longest update (optimizer step, weight gather) of all
-                stages.
+            layers_before: Largest number of layers that all earlier stages together can hold.
+            update_s: Lower bound on the longest update (optimizer step, weight gather) of any
+                stage, in seconds.
             first_end_s: Least seconds of the first stage's reduction and update.
         """
-        ways = self._ways_with(stage, layers, layers_before)  # of a micro-batch on the other stages
+        # A micro-batch on the other stages: down_s and up_s are forward and backward passes of the
+        # earlier stages, round_trip_s goes through the later stages and back.
+        ways = self._ways_with(stage, layers, layers_before)
         links_s = self.links_before_s[stage]  # messages of the earlier stages, one way
         passes_s = self._pass_times(stage, layers).seconds(ways.round_trip_s)
         by_passes_s = ways.down_s + links_s + passes_s
@@ -379,7 +385,7 @@ class StepLowerBound(PassBounds):
         Args:
             stage: The stage.
             layers: Its number of layers.
-            layers_before: Most layers that the earlier stages can hold together.
+            layers_before: Largest number of layers that all earlier stages together can hold.
         """
         down_s = self.down_s[stage]
         up_s = self.up_s[stage]
@@ -420,7 +426,7 @@ class StepLowerBound(PassBounds):
         Args:
             stage: Number of the stage.
             layers: Layers of the stage.
-            update_s: Least seconds of the longest update.
+            update_s: Lower bound on the longest update of any stage, in seconds.
         """
         after = self.after_backward[stage]
         backward_s = layers * self.backward_s[stage] + self.extra_backward_s[stage]
@@ -440,7 +446,7 @@ class StepLowerBound(PassBounds):
 
         Args:
             stages: Stages on the node.
-            limits: Most layers of every stage.
+            limits: For each stage, the largest number of layers that it may have.
             step_s: Seconds of the step.
         """
         # The limits sum to `spare` layers more than the model has. In the best case for this node,
@@ -459,7 +465,7 @@ class StepLowerBound(PassBounds):
         layers fewer than its limit. It may be any stage, so the least of their bounds is returned.
 
         Args:
-            limits: Most layers of every stage.
+            limits: For each stage, the largest number of layers that it may have.
         """
         spare = sum(limits) - self.layer_count
         starts_s = []

@@ -128,7 +128,7 @@ def ideal(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Mod
 
 
 def ideal_gpus(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Model]:
-    """Return the `count` nodes with the fastest GPUs on an ideal network, and the model for them.
+    """Return an ideal site: the `count` nodes with the fastest GPUs, and the fastest network.
 
     No subset of `count` nodes can compute a step faster than these nodes, so their step time is a
     lower bound for all subsets. The new site has a cluster for each GPU speed, named by its

@@ -50,8 +50,10 @@ class _ClusterLink(NamedTuple):
 class _Prefix(NamedTuple):
     """Beginning of an order of clusters, with a lower bound on the step time.
 
-    It is an entry of the search's heap. An order is the sequence of clusters that a pipeline
-    passes. It is made of groups of equal size; the clusters of a group share their stages.
+    An order is the sequence in which a pipeline passes the clusters. It may pass several at once:
+    the order is a sequence of groups of equally many clusters, and the clusters of a group hold the
+    same pipeline stages. Example: in ((0, 1), (2, 3)), clusters 0 and 1 hold the first stages.
+    The search keeps the prefixes in a heap, the least bound first.
     """
 
     bound_s: float
@@ -248,28 +250,28 @@ class OrderBounds:
     def prefix_bound_s(self, groups: Groups, group_size: int) -> float:
         """Return a lower bound, in seconds, for every order of clusters that begins with `groups`.
 
-        The clusters of a group share stages, and each micro-batch is divided among them. Chain i is
-        the path through the i-th cluster of every group; it carries 1 / group_size of each
-        micro-batch. The bound adds up events that follow each other in every such order:
+        A pipeline passes the groups in their order. The clusters of a group share stages, and each
+        micro-batch is divided among them: chain i is the path through the i-th cluster of every
+        group, and carries 1 / group_size of each micro-batch. The bound adds up events that follow
+        each other in every such order:
 
-            1. The first activation passes the slowest chain.
-            2. The other activations follow over the slowest link.
-            3. The last gradient comes back over the chain. Meanwhile groups of several clusters sum
-               their gradients over the links between clusters: the longer of the two counts.
+            one_way_s     The first activation goes over the links of the slowest chain.
+            all_down_s    It does so, and the other activations follow over the slowest link.
+            messages_s    After all_down_s, the last gradient comes back over the chain (one_way_s).
 
-        Groups of a single cluster sum no gradients between clusters. For them the bound adds the passes
-        inside clusters, and the first stage's work after its last backward pass. It is a lower
-        bound as the best link is assumed between groups that are not chosen yet.
+        With groups of several clusters, the gradients are also summed between the clusters of a group.
+        This begins after all_down_s, so the longer of this sum and the way back counts. With groups
+        of a single cluster, the passes inside the clusters are added, and the first stage's work
+        after its last backward pass. To groups that are not chosen yet, the best link is assumed.
 
         Args:
             groups: First groups of the order.
             group_size: Number of clusters in each group.
         """
-        # Borders are the links from one group to the next. Those to groups that are not chosen yet
+        # A border is the step from one group to the next. Borders to groups that are not chosen yet
         # are open.
         open_borders = len(self.clusters) // group_size - len(groups)
         chains = [[self.links[pair] for pair in zip(chain, chain[1:])] for chain in zip(*groups)]
-        # One way: an activation from the first group to the last. All down: all activations.
         chosen_s = max(_chain_s(chain, group_size) for chain in chains)
         one_way_s = chosen_s + open_borders * self._least_link_s(group_size)
         # interval_s: seconds between two messages that follow each other on a link
@@ -282,10 +284,10 @@ class OrderBounds:
             reduction_s = self._reduction_s(groups, open_borders, group_size)
             return max(messages_s, all_down_s + reduction_s)
         (first,) = groups[0]
-        # inside_s: least seconds of a micro-batch's passes, and messages, inside the clusters
         # After the first stage's last backward pass: its reduction and update, and the all-reduce
         # of an embedding tied between first and last stage.
         end_s = self.first_stage_end_s[first] + self._least_tied_s(groups, open_borders)
+        # inside_s: least seconds of a micro-batch's passes, and messages, inside the clusters
         return self.inside_s + messages_s + end_s
 
     def _least_interval_s(self) -> float:

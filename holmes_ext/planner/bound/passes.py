@@ -22,14 +22,16 @@ from holmes_ext.planner.bound.updates import ROUNDING
 
 
 class PassTimes(NamedTuple):
-    """Least seconds of all passes of a stage under 1F1B, without round trips.
+    """Lower bounds on the time of all passes of a stage under 1F1B, without its waits for later stages.
 
-    A round trip is the time of a micro-batch on the later stages, there and back. This stage waits
-    for it. seconds() adds it. PassBounds._pass_times() makes this record for a number of layers.
+    The stage waits while a micro-batch makes a round trip: to the last stage and back. A round trip
+    depends on the layers of the later stages, so the fields do not include it, and seconds() adds it.
+    PassBounds._pass_times() makes a record for each number of layers of the stage.
     """
 
     one_trip_s: float  # if the stage waits for a single round trip
-    #: If it waits for the round trips of the first and of the last micro-batch; -inf if m <= u.
+    #: If it waits for the round trips of the first and of the last micro-batch; -inf (no bound) if
+    #: there are no more micro-batches (m) than the warm-up depth u.
     two_trips_s: float
     many_trips_s: float  # if it waits for rounds + 1 round trips
     rounds: int  # most rounds of u micro-batches after the first micro-batch: (m - 1) // u

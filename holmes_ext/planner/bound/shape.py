@@ -173,11 +173,15 @@ class ShapeBound:
     ) -> float:
         """Return a lower bound on a 1F1B step, in seconds, from passes and gradient reduction.
 
-        Consider the last stage to end. First, an activation passes all layers and stage links
-        (down_s). Then the stage does its other passes and reduces its gradients. That takes longer
-        the more layers (blocks) it has. The best split, in fractions of layers, lets all stages end
-        at the same time; every other split is slower. Then the time is all blocks / blocks_per_s,
-        the blocks that all stages together complete in a second.
+        The bound is the sum of two parts:
+
+            down_s    The first activation passes all layers and stage links.
+            after_s   A stage does its other passes and reduces its gradients. This takes `block_s`
+                      seconds for each of its layers (blocks).
+
+        The stage that ends last sets after_s. The best split of the layers, in fractions, lets all
+        stages end at the same time; every other split is slower. Under this split, after_s is the
+        number of blocks / blocks_per_s, the blocks that all stages together complete in a second.
 
         Args:
             stage_counts: For each node type (cluster), the number of stages that its ranks hold;
@@ -188,22 +192,23 @@ class ShapeBound:
                 pass.
             link_s: Least seconds of an activation from a stage to the next.
         """
-        # Seconds of a block of a stage after the way down: all its passes and its reduction.
+        # For each node type: seconds that a block adds to its stage after down_s.
         block_s = []
         for block, reduction_s in zip(times, reductions_s):
             backward_s = block.both_s - block.forward_s
             exposed_s = max(0.0, reduction_s - backward_s)  # the last backward pass hides the rest
-            # While the stage waits for its first gradient it can do warm_up - 1 forward passes. So
-            # these may cost no time: subtract them.
+            # While a stage waits for its first gradient it can do warm_up - 1 forward passes. So
+            # these may cost no time: a lower bound must not count them.
             passes_s = self.shape.micro_batches * block.both_s - (warm_up - 1) * block.forward_s
-            # `down_s` below has the first forward pass of every block: subtract it here.
+            # The first forward pass of every block is a part of down_s, so it is not counted here.
             block_s.append(passes_s + exposed_s - block.forward_s)
         fastest_forward_s = self.job.blocks * min(block.forward_s for block in times)
         down_s = fastest_forward_s + (self.shape.pipeline - 1) * link_s
         if min(block_s) <= 0:  # few micro-batches: no bound beyond the way down of the first
             return down_s
         blocks_per_s = sum(count / seconds for count, seconds in zip(stage_counts, block_s))
-        return down_s + self.job.blocks / blocks_per_s
+        after_s = self.job.blocks / blocks_per_s
+        return down_s + after_s
 
     def _interleaved_s(
         self,
@@ -356,13 +361,14 @@ class ShapeBound:
         return holds_whole_pipelines and splits_nodes
 
     def _fastest_send_s(self, message_bytes: float, ethernet_share: float, latency: bool) -> float:
-        """Return the seconds in which a node's ranks send a message each, on the best network.
+        """Return the least seconds in which all ranks of a node send a message to the next stage.
 
-        Over Ethernet, tensor parallel ranks do not all send the same activation: each sends a slice
-        of it, possibly compressed. Over fast networks each rank sends the whole message.
+        Each rank sends a message. The fastest network counts. Over Ethernet, tensor parallel ranks do
+        not all send the same activation: each sends a slice of it, possibly compressed. Over fast
+        networks each rank sends the whole activation.
 
         Args:
-            message_bytes: Bytes of a message.
+            message_bytes: Bytes of a message (a whole activation).
             ethernet_share: Bytes that a rank sends over Ethernet / bytes of the message.
             latency: Count the latency, not only the bytes.
         """
@@ -376,7 +382,8 @@ class ShapeBound:
             sent_bytes = message_bytes
             if fabric.name == ETHERNET:
                 sent_bytes *= ethernet_share
-            # All ranks of a node send at once through its NIC; the narrowest has the fewest.
+            # All ranks of a node send at once through its NIC. Which node sends is open, so the node
+            # with the fewest ranks is assumed: a lower bound.
             node_bits = 8 * min(network.widths) * sent_bytes
             latency_s = line.latency_s if latency else 0.0
             seconds.append(node_bits / line.rate_bps + latency_s)

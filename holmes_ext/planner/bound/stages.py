@@ -87,7 +87,7 @@ class StageBounds:
         self.max_layers = self._max_layers()
 
     def _max_layers(self) -> list[int]:
-        """Return the most layers that fit each stage's memory (no memory limit: all layers)."""
+        """Return how many layers fit the memory of each stage (no memory limit: all layers)."""
         # Bytes of a layer, and of embedding or output layer. room_bytes: memory of a GPU for them.
         block_bytes, extra_bytes = _block_and_extra(self.costs.memory)
         result = []
@@ -155,17 +155,18 @@ class StageBounds:
 
     def _bound_reductions(self) -> None:
         """Set the lower bounds on the work after the last backward pass, and the stages of each node."""
-        scatter_share = REDUCE_SCATTER_SHARE if self.run.engine.scatters else 1.0
-        share_of_zero = (1.0, scatter_share, 0.0, 0.0)  # for ZeRO 0, 1, 2 and 3
-        #: Traffic of the sum of gradients at the step's end, divided by that of an all-reduce: half
-        #: for a reduce-scatter (ZeRO 1), 0 if each micro-batch sums its own (ZeRO 2 and 3).
+        # ZeRO 1: some engines reduce-scatter the gradients (half the traffic), others all-reduce them.
+        zero_1_share = REDUCE_SCATTER_SHARE if self.run.engine.scatters else 1.0
+        share_of_zero = (1.0, zero_1_share, 0.0, 0.0)  # ZeRO 2 and 3 sum after each micro-batch
+        #: Traffic of the sum of gradients at the step's end, divided by that of an all-reduce.
         self.all_reduce_share = share_of_zero[self.run.zero]
         stages = range(self.stage_count)
         #: By stage: its gradient reduction and update.
         self.after_backward = [self._after_backward(stage) for stage in stages]
         #: Lists of the stages on the same node; empty if each node holds ranks of a single stage.
         self.stages_of_nodes = []
-        # Consecutive ranks fill a node. Every `stride` ranks, the next stage begins.
+        # Consecutive ranks fill a node of `processes` ranks. Every `stride` ranks, the next stage
+        # begins: with 8 ranks a node and a stride of 4, stages 0 and 1 are on the same nodes.
         stages_per_node = max(1, self.prices.network.processes // self.placement.stride)
         if stages_per_node > 1:
             for first in stages[::stages_per_node]:
@@ -213,10 +214,10 @@ class StageBounds:
         return result
 
     def _least_block_work_s(self) -> float:
-        """Return the least sum, over all stages, of the seconds of a micro-batch's layers.
+        """Return the least seconds in which all layers (blocks) compute a micro-batch, in sequence.
 
-        Embedding and output layer are not included. Every stage has 1 layer (block); the others are
-        on the fastest stages, as far as memory allows.
+        Embedding and output layer are not included. This is the best split of the layers: 1 on
+        every stage, and the others on the fastest stages, as far as memory allows.
         """
         remaining = self.layer_count - self.stage_count
         total_s = sum(self.block_s)
@@ -363,7 +364,11 @@ class StageBounds:
         return ring.scaled(REDUCE_SCATTER_SHARE) if run.engine.scatters else ring
 
     def _weight_gather_price(self, ring: Price) -> Price:
-        """Return the price of gathering the updated weights after the optimizer (ZeRO 1 and 2)."""
+        """Return the price of gathering the updated weights after the optimizer (ZeRO 1 and 2).
+
+        Args:
+            ring: Price of a ring all-reduce over the same ranks.
+        """
         run = self.run
         if run.zero not in (1, 2):  # ZeRO 0 has all weights, ZeRO 3 gathers them before each pass
             return FREE
@@ -377,14 +382,14 @@ class StageBounds:
     def reduction(self, stage: int) -> tuple[PricedReduction, GroupFamily]:
         """Return how a stage's gradients are summed, and over which data parallel groups.
 
-        The simulation uses the same reduction. The groups are a "family": all groups of the stage
-        on equal nodes, so they have the same price. Of a stage's families it is that with the ranks
-        at `slowest_rank_index`: the pipeline through these ranks has the slowest messages.
+        The simulation uses the same reduction. A "family" is all data parallel groups of a stage
+        on equal nodes, so they have the same price. The result is for the family of the pipeline with
+        the slowest messages, whose rank on a stage is the stage's rank number `slowest_rank_index`.
         """
         prices = self.prices
         run = self.run
-        # fold(): the stage's nodes, with equal ranks together. A pipeline class is all pipelines on
-        # equal nodes, a family all data parallel groups on equal nodes.
+        # fold(): this stage only, with equal ranks counted together. A pipeline class is all
+        # pipelines on equal nodes.
         fold, (folded_stage,) = prices.fold(self.placement, stage)
         pipeline_class = fold.pipeline_class_at(self.slowest_rank_index)
         family = next(

@@ -32,7 +32,7 @@ class LinearCost(NamedTuple):
     fixed_s: float  # once, whatever the number of layers
 
     def layers_below(self, limit_s: float, max_layers: int) -> int:
-        """Return the most layers (up to `max_layers`) that take less than `limit_s` seconds."""
+        """Return the largest number of layers, up to `max_layers`, that takes less than `limit_s`."""
         if limit_s == inf or not self.block_s:
             return max_layers
         layers = ceil((limit_s - self.fixed_s) / self.block_s * (1 - ROUNDING)) - 1
@@ -46,24 +46,26 @@ class UpdateInterval(NamedTuple):
     limit_s: float  # exclusive
 
 
-#: Equal stages: ((seconds of their update, most layers of each), number of these stages).
+#: Equal stages: ((seconds of their update, largest number of layers of each), number of stages).
 StageGroup = tuple[tuple[LinearCost, int], int]
 
 
 def update_intervals(
     groups: Sequence[StageGroup], layer_count: int, step_s: float
 ) -> list[UpdateInterval]:
-    """Return the intervals in which the longest update of all stages may lie, shortest first.
+    """Return intervals, in ascending order, that cover all possible seconds of the longest update.
 
     An update is a stage's optimizer step and the gather of its new weights; it takes longer the
-    more layers the stage has. The step is bounded for each interval, with its start as the time of
-    the longest update. Narrow intervals make these bounds tight, and wide ones make them few. So
-    the width is 1 % of the step (SHARE_OF_STEP) or 10 % of the interval's start (SHARE_OF_UPDATE),
-    whichever is wider.
+    more layers the stage has. So the longest update of all stages depends on the split of the
+    layers, which is open. The caller computes a lower bound on the step for each interval, and
+    assumes that the longest update takes as long as the interval's start.
+
+    Narrow intervals make these bounds tight, and wide ones make them few. An interval is 1 % of the
+    step wide (SHARE_OF_STEP), or 10 % of its start (SHARE_OF_UPDATE) if that is wider.
 
     Args:
-        groups: Of each set of equal stages: ((seconds of an update, most layers), number of
-            stages).
+        groups: For each set of equal stages: ((seconds of an update, largest number of layers of a
+            stage), number of stages).
         layer_count: Layers of the model.
         step_s: Estimate of the step time, in seconds.
     """
@@ -89,8 +91,8 @@ def _possible_updates_s(groups: Sequence[StageGroup]) -> list[float]:
     stage's number of layers, so each stage adds a time for every number that its memory allows.
 
     Args:
-        groups: Of each set of equal stages: ((seconds of an update, most layers), number of
-            stages).
+        groups: For each set of equal stages: ((seconds of an update, largest number of layers of a
+            stage), number of stages).
     """
     possible_s = set()
     for (update, max_layers), _ in groups:
@@ -107,8 +109,8 @@ def _layers_below(limit_s: float, groups: Sequence[StageGroup]) -> int:
 
     Args:
         limit_s: Seconds that every stage's update must stay below.
-        groups: Of each set of equal stages: ((seconds of an update, most layers), number of
-            stages).
+        groups: For each set of equal stages: ((seconds of an update, largest number of layers of a
+            stage), number of stages).
     """
     most_layers = 0
     for (update, max_layers), stages in groups:

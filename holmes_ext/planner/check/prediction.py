@@ -88,16 +88,16 @@ def predict(current: Session, words: Sequence[str]) -> Prediction:
     job = replace(job, options=current.options, engine=current.engine, sizes=sizes)
     network = Network(current.site, Links.of_spec(spec))
     try:
-        # Simulates the given plan; its only candidate, `best`, is the job as it is.
-        layout = alone(current.plan_for(sizes), network, job, job.known_model)
-        seconds = times(layout, layout.best)  # step times with holmes and without it, by name
+        # A search result with a single candidate, so `best` is the job's own layout, simulated.
+        own = alone(current.plan_for(sizes), network, job, job.known_model)
+        seconds = times(own, own.best)  # name -> step time; "stock": the job without holmes
     except (HolmesError, TimeIsOver) as error:
         return Prediction(missing=f"no prediction: {error}", lines=job.lines)
     return Prediction(
         step_s=seconds["step_seconds"],
         stock_s=seconds["stock_step_seconds"],
         worst_error=worst_error(),  # of simulated against measured steps, in all benchmarks
-        better=_better_layout(layout, args, job),
+        better=_better_layout(own, args, job),  # than the job's own layout
         lines=job.lines,
     )
 

@@ -123,7 +123,9 @@ def _first_rank(plan: Plan, cluster: str) -> int:
 
 
 def _ranks_of_places(far: tuple[tuple[float, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the places: groups of ranks that cost nothing between them and the same to all other ranks.
+    """Divide the ranks into places, such as nodes: between ranks of a place, a token costs nothing.
+
+    All ranks of a place have the same cost to every other rank.
 
     Args:
         far: [from rank][to rank] cost of a token.

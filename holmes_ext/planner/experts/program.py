@@ -65,7 +65,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Answer:
-    """Result for a layer: placements of its experts, and a bound on the optimum."""
+    """Placements of a layer's experts, and a lower bound on the cost of any placement."""
 
     #: IDENTITY, EPLB, PLACED.
     placements: tuple[Placed, ...]
@@ -364,12 +364,12 @@ class _Problem:
     def places_within(self, cost: Any, experts: Any, region: list[int], seconds: float) -> Any:
         """Distribute a cluster's experts over its nodes with the least cost, within load limits.
 
-        A slot holds an expert. The limit for each slot of a node is `balance` times the mean load
-        of an expert. If EPLB loads the slots of some node more, that is the limit.
+        A node has slots for experts. Its load per slot may be `balance` times the mean load of an
+        expert. If EPLB's placement has a higher load per slot on a node, the highest is the limit.
 
         Args:
             cost: [experts, places] cost of an expert's tokens at a place (the ranks of a node).
-            experts: Experts of the region.
+            experts: Experts of the cluster.
             region: Places of the cluster.
             seconds: Time limit of the solver (HiGHS).
 

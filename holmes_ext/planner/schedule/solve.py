@@ -256,7 +256,7 @@ def _neighbours(rules: list[Rule], in_flight: Sequence[int]) -> Iterator[list[Ru
 
     Args:
         rules: Rule of each stage.
-        in_flight: Most micro-batches that each stage can hold.
+        in_flight: For each stage, the largest number of micro-batches that it can hold.
     """
     for stage, rule in enumerate(rules):
         changes = [replace(rule, ahead=rule.ahead + step) for step in (1, -1, 2, -2)]
@@ -303,7 +303,7 @@ class _StageState:
         """Start without any pass done.
 
         Args:
-            room: Most micro-batches that the stage can hold.
+            room: Largest number of micro-batches that the stage can hold.
             activations: Moments at which the activations arrive, as far as they are known, in
                 seconds.
         """

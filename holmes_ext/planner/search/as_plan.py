@@ -132,7 +132,7 @@ def layout_candidate(
         shape: The same parallel sizes, with micro-batches, recomputation and ZeRO stage.
         split: Layers of each stage; () for equally many on all stages.
         nodes: Names of the nodes in rank order; () for the job's own order.
-        flat: Without hierarchical all-reduce (Candidate.flat).
+        flat: The command line turns off the framework's hierarchical all-reduce (Candidate.flat).
 
     Raises:
         HolmesError: `split` is no split of the model's layers.
@@ -146,8 +146,9 @@ def layout_candidate(
     if nodes:
         placement = result.network.placement(nodes, sizes)
     else:
-        # place() chooses the order of nodes when a job starts. It does so without overlap of
-        # reductions; with the same inputs the same order comes out here.
+        # A job without a plan file calls place() when it starts, to choose the order of its nodes.
+        # Call it with the same inputs, so that it returns the same order: the job's workload, and
+        # its rules, which do not count on overlapped reductions.
         workload = shape.model(result.model).workload(sizes)
         rules = replace(result.rules, overlap=False)
         if flat:

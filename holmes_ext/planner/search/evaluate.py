@@ -152,7 +152,10 @@ class Evaluator:
         return Placements(allowed, complete)
 
     def stage_bounds(self, shape: Shape, placement: Placement) -> StageBounds:
-        """Return the compute times and memory limits of a placement's stages, for any split."""
+        """Return compute times and memory limits of a placement's stages.
+
+        They hold for every split, the number of layers of each stage.
+        """
         prices = self.result.prices(shape)
         run = execution_of(self.result, shape, split=(), reductions=())
         return StageBounds(prices, placement, prices.costs(placement), run)
@@ -238,10 +241,12 @@ class Evaluator:
     def _simulate(self, item: PlacedShape, bound_s: float, best_s: float) -> Outcome:
         """Simulate a placement with good splits of its layers, and return the plans.
 
-        Without a pipeline, or with several chunks of layers on a stage, a placement has a single
-        split. So none of its plans is left out, and `remaining_s` of the outcome is inf. Otherwise
-        some splits are not simulated. Then `remaining_s` is the placement's lower bound; it counts
-        in the optimality gap. The same holds if the simulation would take too long.
+        A split is the number of layers of each stage. `remaining_s` of the outcome is a lower bound
+        on the step time of the plans that were not simulated; it counts in the optimality gap:
+
+            inf        The placement has a single split, which was simulated: there is no pipeline,
+                       or a stage has several chunks of layers.
+            bound_s    There are other splits, or the simulation would take too long.
 
         Args:
             item: Shape (parallel sizes) with a placement.
@@ -355,7 +360,7 @@ def _ideal_counts_rounded_down(stages: StageBounds, block_s: Sequence[float]) ->
     blocks that it computes in this time, at least 1, and no more than fit its memory.
 
     Args:
-        stages: Bounds on the work of the stages, and most layers of each.
+        stages: Bounds on the work of the stages, and the largest number of layers of each.
         block_s: For each stage, the seconds of a block.
     """
     counts = [1] * stages.stage_count
@@ -384,7 +389,10 @@ def _remove_surplus(counts: list[int], stages: StageBounds, block_s: Sequence[fl
 
 
 def _add_missing(counts: list[int], stages: StageBounds, block_s: Sequence[float]) -> None:
-    """Give each remaining block to the stage that is fastest with another block."""
+    """Give the blocks that `counts` lacks to stages, so that the slowest stage stays fast.
+
+    Each block goes to the stage that takes the fewest seconds after it has got the block.
+    """
 
     def with_one_more(stage: int) -> tuple[float, int]:
         """Return the seconds of a stage with another block, and its number for ties."""

@@ -359,15 +359,15 @@ class SearchResult:
     def with_known(self, candidate: Candidate) -> SearchResult:
         """Return the result with `candidate` as its best plan, if `candidate` is faster.
 
-        The candidate does not come from the search. For example, it is the user's own layout. This may
-        lie outside the search space (with a micro-batch of 3, say). If the layout is the fastest, no
-        slower plan may be called the best. The result is unchanged unless the candidate was simulated
-        and fits the memory.
+        The candidate does not come from the search: it is the user's own layout, for example, with a
+        micro-batch that the search does not try. The result is unchanged if the candidate was not
+        simulated or does not fit the memory, or if no plan was simulated (no optimality gap).
         """
         is_faster = candidate.simulated_s and candidate.fits and candidate.step_s < self.best.step_s
         if not is_faster or self.optimality_gap is None:
             return self
-        # A copy: callers tell by identity whether the best plan is the user's layout.
+        # The best plan must be another object than the user's layout, because callers compare them
+        # with `is`. So put a copy in front.
         return self.ranked([replace(candidate), *self.candidates], self.optimality_gap.bound_s)
 
     def ranked(self, candidates: list[Candidate], bound_s: float) -> SearchResult:

@@ -160,12 +160,13 @@ class Sketch:
         return result
 
     def _bound_shapes(self, end: float) -> None:
-        """Compute the lower bound on the step time of every shape (parallel sizes), and keep it.
+        """Compute a lower bound on the step time of every shape (parallel sizes).
 
-        Shapes whose layers fit no memory are only counted. If the time ends, the shapes that are
-        left are not examined, and get a common lower bound (`unbounded_s`): the time that all
-        GPUs together need to compute a step. MIN_RANKED shapes are examined even then, as far as
-        that takes FLOOR_S seconds.
+        `result.ideals` keeps the bounds. A shape whose layers fit no GPU memory is only counted.
+
+        If the time ends, the remaining shapes are not examined. They share a lower bound,
+        `result.unbounded_s`: the time that all GPUs together need to compute a step. To have
+        something to rank, the search goes on for up to FLOOR_S seconds until MIN_RANKED shapes fit.
 
         Args:
             end: Moment of time.monotonic() at which to stop.
@@ -177,19 +178,21 @@ class Sketch:
         result.shapes += len(listed)
         # Neighbours in the list are similar. With every STRIDE-th shape first, shapes of all kinds are
         # examined even if the time is short.
-        strided = [shape for start in range(STRIDE) for shape in listed[start::STRIDE]]
+        mixed = [shape for start in range(STRIDE) for shape in listed[start::STRIDE]]
         bounds_s: dict[Shape, float] = {}
         fitting = 0  # examined shapes whose layers fit the memory
         floor_end = time.monotonic() + FLOOR_S
-        for number, shape in enumerate(strided):
-            least_end = end if fitting >= MIN_RANKED else max(end, floor_end)
-            if fitting and time.monotonic() > least_end:
+        for number, shape in enumerate(mixed):
+            deadline = end if fitting >= MIN_RANKED else max(end, floor_end)
+            if fitting and time.monotonic() > deadline:
+                # No bounds for the others: computation on all GPUs is a bound for every shape.
                 result.unbounded_s = result.computing_s
-                result.skipped = len(strided) - number
+                result.skipped = len(mixed) - number
                 break
             bounds_s[shape] = ShapeBound(result.network, result.prices(shape), shape).seconds
-            fitting += bounds_s[shape] < inf
-        for shape in listed:  # in this order, whatever the stride
+            if bounds_s[shape] < inf:
+                fitting += 1
+        for shape in listed:  # `ideals` has the order of the list
             ideal_s = bounds_s.get(shape)
             if ideal_s is None:
                 continue
@@ -222,8 +225,8 @@ class Sketch:
                 continue
             if result.candidates and without_gain > patience:
                 break
-            least_end = end if ranked >= MIN_RANKED else max(end, floor_end)
-            if result.candidates and time.monotonic() > least_end:
+            deadline = end if ranked >= MIN_RANKED else max(end, floor_end)
+            if result.candidates and time.monotonic() > deadline:
                 result.skipped += sum(map(self._may_be_faster, ordered[number:]))
                 break
             ranked += 1
@@ -372,17 +375,20 @@ def _usable_layout(result: SearchResult) -> Candidate | None:
 
     The layout is simulated before the search, so that no plan worse than it is called the best,
     however short the time is. It may have a shape that the search does not try, such as a
-    micro-batch of 3. But it must fit the memory, and a limit that the user gives counts more.
+    micro-batch of 3. But it must fit the memory, and the limits that the user sets for the search
+    (sizes, placement, ways to reduce gradients) apply to it, too.
     """
     layout = result.user_layout
     if layout is None or not layout.simulated_s or not layout.fits:
         return None
     limits = result.limits
+    # of() returns those of the layout's reductions (one for each stage) that the limits allow.
     allowed_reductions = limits.of("reduction", layout.reductions)
+    are_all_allowed = len(allowed_reductions) == len(layout.reductions)
     is_within_limits = (
         limits.allow_shape(layout.shape)
         and is_allowed(limits, layout.placement)
-        and len(allowed_reductions) == len(layout.reductions)
+        and are_all_allowed
     )
     return layout if is_within_limits else None
 

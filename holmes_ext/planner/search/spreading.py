@@ -44,12 +44,12 @@ class ClusterPair(NamedTuple):
 def with_spread(result: SearchResult) -> SearchResult:
     """Return the result with spread variants of its fastest plans, if these are faster.
 
-    In a spread variant of a plan, a stage may have nodes of several clusters. Variants are
-    simulated if they beat the best plan by the closed form. Without a WAN the result does not
-    change.
+    In a spread variant of a plan, a stage may have nodes of several clusters. The closed form, a
+    formula for the step time, is computed first. Only variants for which it is shorter than the step
+    of the best plan are simulated. Without a WAN the result does not change.
 
     The lower bound of the search does not hold for spread plans, but it is kept. So the optimality
-    gap says how far the best plan is from the plans that keep clusters whole.
+    gap compares the best plan with the plans in which each stage lies in a single cluster.
     """
     has_clusters = len(result.network.node_types) > 1
     if not result.network.wan or not has_clusters or result.optimality_gap is None:

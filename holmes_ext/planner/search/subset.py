@@ -349,13 +349,13 @@ class _SubsetSearch:
         return fixed == sorted(fixed, reverse=True)
 
     def _price(self, counts: Counts) -> None:
-        """Compute the step time of the best plan on a subset, and keep the subset if a plan fits.
+        """Compute the step time of the best plan on a subset of the nodes, and keep the subset.
 
-        It is added to `found`, the heap with the fastest subset first. A subset that equals an
-        earlier one (up to interchangeable clusters) is skipped.
+        The subset is added to `found`, a heap with the fastest subset first, unless no plan fits its
+        memory. A subset that equals an earlier one (up to interchangeable clusters) is skipped.
 
         Args:
-            counts: Nodes of each cluster.
+            counts: The subset, as its number of nodes in each cluster.
         """
         counts = self._canonical(counts)
         if counts in self.seen:

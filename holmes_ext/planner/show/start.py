@@ -121,15 +121,16 @@ def step_without_plan_file(result: SearchResult) -> float:
 
 
 def _own_order_s(result: SearchResult) -> float:
-    """Return the step of a job with the best plan's flags and no plan file, in seconds.
+    """Return the step time of a job with the best plan's flags and no plan file, in seconds.
 
-    The job computes its own order of nodes from the sizes when it starts, without a search. If that is
-    the order of the plan, the step is that of the plan. The same is assumed if the plan was not
-    simulated, or is breadth-first.
+    Without a plan file, the job arranges its nodes by itself when it starts, from the parallel sizes
+    and without a search. If this order is that of the plan, the step takes as long as the plan's. The
+    same is assumed if the plan was not simulated, or is breadth-first.
     """
     best = result.best
-    engine_reduces = result.engine.hierarchical_zero is not None  # instead of holmes
-    # flat: the flags of the plan do not turn on the framework's hierarchical all-reduce
+    # Some engines have their own hierarchical all-reduce, which flags turn on; then holmes has none.
+    # The job is flat if the flags of the plan do not turn it on.
+    engine_reduces = result.engine.hierarchical_zero is not None
     own = layout_candidate(
         result,
         best.placement.sizes,

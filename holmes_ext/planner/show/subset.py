@@ -181,12 +181,13 @@ class AvailableNodes:
     def best(self, end: float) -> Subsets:
         """Search for the subset that trains fastest, until the moment `end` of time.monotonic()."""
         model = self.job.known_model
-        first_equal = first_equal_cluster(self.spec, model)  # of each cluster
+        # For each cluster, the first of the clusters that are interchangeable with it.
+        first_equal = first_equal_cluster(self.spec, model)
         return best_subset(
             idle=tuple(len(cluster.nodes) for cluster in self.spec.clusters),
             count=self.count,
-            price=self.price,
-            floor=self.floor,
+            price=self.price,  # computes the best plan on a subset
+            floor=self.floor,  # computes a lower bound on the step time for a set of subsets
             unit=self.count // self.shapes[0].pipeline,  # nodes of a stage of the best shape
             first_equal=first_equal,
             order=fastest_first(self.spec, model, first_equal),

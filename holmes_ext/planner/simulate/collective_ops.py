@@ -129,10 +129,12 @@ class CollectiveOps(Collectives):
     """
 
     def _post(self, tag: Tag) -> list[Op]:
-        """Return the operations that start a collective: they post its first transfers.
+        """Return the operations with which a rank starts a collective.
 
-        A collective with several pieces has a chain of transfers for each piece; the first of a
-        chain starts the others.
+        A rank posts a transfer when it is ready for it. A collective may be a single transfer. Or its
+        bytes are divided into pieces, and each piece passes a chain of transfers, such as the steps
+        of a hierarchical all-reduce. Then the rank posts the first transfer of each chain; the end of
+        a transfer starts the next one.
 
         Args:
             tag: Key of the collective.

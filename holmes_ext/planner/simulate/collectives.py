@@ -138,11 +138,11 @@ class Collectives:
     # ------------------------------------------------------------------- gradients and weights
 
     def gradients(self, stage: int) -> list[Gradient]:
-        """Return the gradients of a stage in the order of becoming final.
+        """Return the gradients of a stage in the order in which its backward passes complete them.
 
-        The last layer comes first. A gradient is marked as late if it can be sent only after the
-        whole backward pass. This is a tied weight's gradient, if the engine first sums it between
-        the first and the last stage.
+        So the last layer comes first. A gradient is marked as late if the reduction can send it only
+        after the last backward pass: that of a tied weight (embedding and output layer), if the
+        engine sums it between the first and the last stage before.
         """
         late: set[tuple[int, int]] = set()  # (layer, number of the gradient)
         if self.tied_bytes and self.run.engine.tied_first:
@@ -358,28 +358,28 @@ class Collectives:
     def _add_tied(self) -> None:
         """Add the transfers that sum the tied embedding's gradient over first and last stage.
 
-        For each pipeline class (pipelines on equal nodes) the faster of two ways: in pairs of
-        ranks, or a hierarchical all-reduce over all ranks that hold the embedding.
+        Each pipeline class (pipelines on equal nodes) takes the faster of two ways: an all-reduce in
+        each pair of ranks, one of either stage; or a hierarchical all-reduce over all these ranks.
         """
         hierarchical_of = self._hierarchical_tied() if self.run.tied else {}
         for pipeline_class in range(len(self.fold.pipeline_classes)):
             pair = self._tied_pair(pipeline_class)
             tag: Tag = ("tied", 0, (pipeline_class,), 0)  # key of the transfer
-            parties = 2  # first and last stage
+            parties = 2  # actors that must be ready: the first and the last stage of the class
             reduction: PricedReduction = pair
             if pipeline_class in hierarchical_of:
                 hierarchical_reduction, family = hierarchical_of[pipeline_class]
                 if hierarchical_reduction.seconds(self.tied_bytes) < pair.seconds(self.tied_bytes):
-                    # One reduction for the pipeline classes of all these groups: their ranks on
-                    # the first and the last stage take part.
+                    # All pipeline classes of the family (equal groups) share one reduction: two
+                    # actors of each class take part.
                     tag = ("tied", 0, family.pipeline_classes, 0)
                     parties = 2 * len(family.pipeline_classes)
                     reduction = hierarchical_reduction
             if tag not in self.transfers:
                 self._add_reduction(reduction, tag, [self.tied_bytes], parties, MAX_PIECES)
-                # Transfers of a channel follow each other. A reduction of a single step (transfer)
-                # has nothing to follow, so it needs no channel. The number of steps does not depend on
-                # the bytes, so a reduction of 1 byte shows it.
+                # Transfers of a channel run in sequence. A reduction with a single step (transfer)
+                # needs no channel. flows() lists the steps; their number does not depend on the bytes,
+                # so it is called with 1 byte in 1 piece.
                 (steps,) = reduction.flows([1.0], tag, 1)
                 if len(steps) == 1:
                     self.transfers[tag].channel = None

@@ -249,18 +249,17 @@ class Simulation:
     def _post_receiver(self, op: Op) -> None:
         """Notify a message's sender that the receiver is ready, as soon as the connection is free.
 
-        This notice goes over the connection on which the receiver sends its own messages to that
-        peer. A connection transmits in order. So if such a message is leaving now, the notice waits
-        for its end.
+        The receiver also sends its own messages to that peer over this connection, which transmits
+        in order. If one of them is under way now, the notice waits until it has left.
 
         Args:
-            op: ("post", tag (key) of the message to receive, AS_RECEIVER, tags of the messages that the
-                receiver sent to the same peer before).
+            op: The operation ("post", tag of the message to receive, AS_RECEIVER, *tags of earlier
+                messages from the receiver to the same peer). A tag is the key of a transfer.
         """
-        _, tag, _, *sent_before = op
-        for sent_tag in sent_before:
-            sent = self.transfers[sent_tag]
-            has_begun = sent.ready >= 0  # negative before the transfer is ready
+        _post, tag, _as_receiver, *tags_before = op
+        for tag_before in tags_before:
+            sent = self.transfers[tag_before]
+            has_begun = sent.ready >= 0  # `ready` is -1 until both sides have posted the transfer
             if has_begun and not sent.has_left:
                 sent.notices_behind.append(tag)  # _end() sends the notice when `sent` has left
                 return

@@ -55,15 +55,17 @@ def pass_pieces(
         launches: Layer -> operations after the layer has computed.
 
     Yields:
-        Seconds of computation of a piece, and the operations after the piece.
+        Seconds of computation of a piece, and the operations between this piece and the next. So the
+        needs of a layer are yielded with the piece that ends before the layer.
     """
+    # Border n lies between the layers n - 1 and n; sums[n] belongs to it. A forward pass enters layer
+    # n at border n and leaves it at border n + 1. A backward pass goes the other way.
     first, last = (low, high) if forward else (high, low)
-    yielded_s = sums[first]  # running sum at the end of the pieces yielded so far
+    piece_start_s = sums[first]
     for layer in sorted({*needs, *launches}, reverse=not forward):
-        # Layer n lies between the running sums n and n + 1. A backward pass enters it from above.
         before, after = (layer, layer + 1) if forward else (layer + 1, layer)
         for ops, border in ((needs.get(layer), before), (launches.get(layer), after)):
             if ops:
-                yield abs(sums[border] - yielded_s), ops
-                yielded_s = sums[border]
-    yield abs(sums[last] - yielded_s), []
+                yield abs(sums[border] - piece_start_s), ops
+                piece_start_s = sums[border]
+    yield abs(sums[last] - piece_start_s), []

@@ -94,9 +94,10 @@ def folded_causes(job: JobStep, step_s: float) -> dict[str, float]:
 
 
 class _FirstSimulation(NamedTuple):
-    """Number of micro-batches in the first simulation of a step, and their unit.
+    """How many micro-batches of a step are simulated first, and in which multiples.
 
-    folded_s() first simulates a few of the step's micro-batches. If no period shows, it simulates more.
+    In the middle of a step, the operations of all ranks repeat after a period of some micro-batches.
+    folded_s() first simulates a few micro-batches. If it detects no period, it simulates more.
     """
 
     micro_batches: int

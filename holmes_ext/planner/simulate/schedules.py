@@ -90,8 +90,9 @@ class _Neighbours:
     def needs(self, stage_pass: Pass) -> list[Message]:
         """Return a list with the message that a pass must have received; [] if it needs none.
 
-        A virtual stage is a chunk of layers, numbered over all stages. A message has the number of
-        the earlier of its two virtual stages. So on virtual stage 3 with micro-batch 5:
+        A virtual stage is a chunk of layers; the virtual stages are numbered in the order of the
+        forward pass. A message is (letter, link, micro-batch), where link n connects the virtual
+        stages n and n + 1. Example: the passes of micro-batch 5 on virtual stage 3 need
 
             forward pass "F"             [("a", 2, 5)]    activation from 2; [] on virtual stage 0
             backward pass "B" or "I"     [("g", 3, 5)]    gradient from 4; [] on the last
@@ -108,8 +109,9 @@ class _Neighbours:
     def makes(self, stage_pass: Pass) -> list[Message]:
         """Return a list with the message that a pass sends; [] if it sends none.
 
-        A virtual stage is a chunk of layers, numbered over all stages. A message has the number of
-        the earlier of its two virtual stages. So on virtual stage 3 with micro-batch 5:
+        A virtual stage is a chunk of layers; the virtual stages are numbered in the order of the
+        forward pass. A message is (letter, link, micro-batch), where link n connects the virtual
+        stages n and n + 1. Example: the passes of micro-batch 5 on virtual stage 3 send
 
             forward pass "F"             [("a", 3, 5)]    activation to 4; [] on the last
             backward pass "B" or "I"     [("g", 2, 5)]    gradient to 2; [] on virtual stage 0

@@ -361,9 +361,9 @@ class JobStep:
         timelines = []
         for (pipeline_class, stage), spans in zip(self.actors, simulation.run()):
             cluster = self.network.cluster(self.fold.node_type_on(pipeline_class, stage))
-            ranks = self.fold.ranks(pipeline_class, stage)  # all that the actor represents
+            ranks = self.fold.ranks(pipeline_class, stage)  # in all pipelines of the class
             timelines.append(Timeline(stage, ranks, cluster, spans=tuple(spans)))
-        # CORES: CPU cores that ranks share. Bits through them stand for time of software, not for traffic.
+        # CORES models the CPU cores that ranks share: its bits are no traffic, so it is left out.
         carried_bytes = {nic: bits / 8 for nic, bits in simulation.carried.items() if nic != CORES}
         step_s = end_of(timeline.spans for timeline in timelines)
         return Step(step_s, ranks=tuple(timelines), carried=carried_bytes)

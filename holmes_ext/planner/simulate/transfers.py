@@ -66,14 +66,15 @@ class TransferMaker:
     def collective(
         self, load: Load, sizes: Sequence[float], parties: int, cpu_factor: float = 1.0
     ) -> Transfer:
-        """Return collectives of `sizes` bytes, in sequence, as a single transfer.
+        """Return a single transfer that takes as long as collectives of `sizes` bytes in sequence.
 
-        A collective of n bytes sends `load.messages` messages in sequence, each of n x
-        `load.message_share` bytes, and n x `load.volume` bytes pass a NIC. Software adds
-        self.message_s seconds to each message.
+        The transfer takes a fixed time, fixed_s, and then the time of its bits. A collective of n
+        bytes sends `load.messages` messages in sequence, each of n x `load.message_share` bytes. Each
+        message has a startup time, to which software adds self.message_s seconds. All startup times
+        are in fixed_s. In total n x `load.volume` bytes pass a NIC.
 
         Args:
-            load: How the collective uses NICs and links.
+            load: Use of NICs and links by the collective, such as a ring all-reduce.
             sizes: Bytes of each collective.
             parties: Actors (ranks, or sets of equal ranks) that must be ready before it starts.
             cpu_factor: CPU seconds of a byte, relative to those of an all-reduced byte (for jobs
@@ -83,7 +84,7 @@ class TransferMaker:
         if load.fabric is None:  # inside a node
             return Transfer(parties, fixed_s=load.price.seconds(total_bytes))
         curve = self.network.curve(load)  # startup time by size, and the rate of one flow
-        # Startup of a message of each collective.
+        # For each collective: startup time of one of its messages.
         startups_s = [curve.fixed_s(load.message_share * size) + self.message_s for size in sizes]
         # Latency between clusters beyond the fabric's own, once for each collective.
         latency_s = len(sizes) * load.wan_latency_s

@@ -145,10 +145,10 @@ class ListedPostingRule:
     def posted_after(self, kind: str, micro_batch: int) -> int:
         """Return how many receives the stage must have posted after one of its passes.
 
-        Messages in both directions have a planned order. A stage that receives activations posts
-        those up to the next gradient after each backward pass, because that pass has sent a
-        gradient. A stage that receives gradients posts those up to the next activation after each
-        forward pass, because that pass has sent an activation.
+        The activations and gradients between two stages have a planned order. A pass of this stage
+        sends a message; then the stage posts all receives that come before the next message that it
+        sends in this order. A stage that receives activations sends gradients, in backward passes. A
+        stage that receives gradients sends activations, in forward passes.
 
         Args:
             kind: "F" after a forward pass, "B" after a backward pass.

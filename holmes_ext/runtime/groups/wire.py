@@ -135,7 +135,10 @@ class Wire:
         return -(-len(rows) // self.slices)
 
     def _own_slice(self, rows: Any) -> Any:
-        """Return this rank's slice of the rows, a view. The last slice may be shorter than the others."""
+        """Return the slice of a tensor's rows that this tensor-parallel rank sends or receives (a view).
+
+        All slices have as many rows, but the last ones may be shorter or empty.
+        """
         slice_rows = self._rows_per_slice(rows)
         return rows[self.slice_index * slice_rows : (self.slice_index + 1) * slice_rows]
 

@@ -364,14 +364,15 @@ def open_writer(
 ) -> Writer:
     """Return the telemetry writer of this rank, and connect it to a Recorder.
 
-    The recorder then passes each training step to the writer, and other documents, such as those of outer
-    rounds (--holmes-join) and of changes of the plan (--holmes-adapt).
+    The recorder calls the writer after each training step. It also gives the writer the documents (lines of
+    the telemetry file) of outer rounds (--holmes-join) and of changes of the plan (--holmes-adapt).
 
     Args:
         current: The session of this process.
         run: Name of the run's folder in that of --holmes-telemetry; "" if no file is written.
         recorder: Records the operations of this rank.
-        take: Called with each line after the first, as a JSON document, for the metrics.
+        take: Function that updates the metrics. The writer calls it with each line of the telemetry file
+            but the first, as a JSON document.
 
     Raises:
         OSError: The file cannot be created.

@@ -154,7 +154,7 @@ class ReduceToOwners:
         return _Works(works)
 
     def close(self) -> None:
-        """Finish the sums under way and end the thread."""
+        """Finish the sums that reduce() has started, and end the thread that runs them (gloo only)."""
         if self._pipeline is not None:
             self._pipeline.close()
 

@@ -71,8 +71,8 @@ class TiedSum:
 
         Args:
             gradient: Gradient of the weight's copy on this rank, contiguous.
-            divisor: Number of data-parallel ranks of a stage, so that the sum over the ranks of the first and
-                the last stage is the average of the data-parallel ranks' sums. 1 for the plain sum.
+            divisor: 1 for the plain sum. An engine that averages gradients over its d data-parallel ranks
+                passes d: the ranks of both stages are summed, and the sum is divided by d (not by 2 d).
         """
         divided = gradient.view(-1).div_(divisor)
         self.reduction.all_reduce(divided).wait()

@@ -230,8 +230,8 @@ class NodeListeners:
     def __init__(self, site: Site, host: str, pairs: Iterable[NeighbourPair], token: str):
         """Open a listening socket on each fabric (network) that other nodes test this node on.
 
-        Before training, each of these nodes connects, sends a line of JSON, and gets an answer:
-        {"node": host, "token": token}. In each pair, the first node connects to the second.
+        In each pair of nodes, the first node tests the second before training: it connects to the
+        second, sends a line of JSON, and gets the answer {"node": host, "token": token}.
 
         Args:
             site, pairs: Addresses of all nodes, and the pairs of nodes to test.

@@ -202,10 +202,11 @@ def _add_site(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the action of the command line, and return its exit status.
+    """Run `holmes lab ACTION`, and return the exit status.
 
-    `run` and `shell` return the status of their command. `measure` returns 1 if a link differs from its
-    configuration by more than 10 %.
+    ACTION is run, build, measure, shell or down (args.lab_action). `run` and `shell` execute a command in
+    emulated clusters, and return its status. `measure` measures the emulated links, and returns 1 if a link
+    differs from its configuration by more than 10 %.
     """
     return {
         "run": _run,

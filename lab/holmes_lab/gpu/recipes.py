@@ -116,7 +116,7 @@ def runtime(compiler: Compiler, cuda: tuple[int, int]) -> BuildUnit:
         return [_compile(compiler, source, flags) for source in sources]
 
     def links(built: dict[str, Path]) -> list[BuildStep]:
-        """Return the commands that link the CUDA runtime, the CUDA driver and NVML."""
+        """Return the commands that link three emulated libraries: CUDA runtime, CUDA driver, NVML."""
         exports = f"-Wl,--version-script={BUILD_FOLDER}/exports.map"
         cudart_arguments = [*_built_objects(sources), exports, "-lpthread", "-ldl"]
         linked_cudart = f"{BUILD_FOLDER}/{cudart}"

@@ -61,7 +61,7 @@ class KeeperProcess:
 
     @property
     def pid(self) -> int:
-        """PID of the keeper."""
+        """PID of the keeper, the process that owns all other processes of the lab."""
         return self._process.pid
 
     def wait_until_ready(self) -> int:
@@ -102,7 +102,7 @@ class KeeperProcess:
         return answer
 
     def close(self) -> None:
-        """End the keeper with all processes of the lab, and return when they have ended."""
+        """End all processes of the lab, and the keeper process that owns them; wait for their end."""
         self._control.close()
         self._process.wait()
 

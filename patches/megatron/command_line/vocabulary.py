@@ -70,9 +70,11 @@ def padded_vocabulary(settings: Mapping[str, Any], tokens: int) -> int:
 
 
 def padding_fields(settings: Mapping[str, Any], tokens: int) -> dict[str, int]:
-    """Return the fields of Model with which it pads the vocabulary for other tensor-parallel sizes.
+    """Return the fields of Model (plan/cost/model.py) by which a plan pads the vocabulary.
 
-    There are none if a flag gives the padded number: it then holds for every size.
+    Megatron pads the vocabulary to a multiple that grows with the tensor-parallel size. The fields hold
+    the number of tokens before padding, and the multiple for size 1, so that plans of other sizes can
+    compute their own padding. The result is {} if a flag gives the padded number: it holds for all sizes.
 
     Args:
         settings: Name of a setting -> value.
