@@ -257,7 +257,7 @@ class VersionStore:
             The numbers of the versions that were removed, in ascending order.
         """
         versions = self.versions()
-        needed = {*versions[-keep:], *protected, self.current, self.wanted} - {None}
+        needed = {*versions[-keep:], *protected, self.current, self.wanted}
         staying: set[int] = set()
         for version in needed:
             if version is None or version in staying or not self.has(version):
