@@ -90,7 +90,7 @@ class EarlyContact:
         return _result_of(self._port, open_now)
 
     def close_channel(self) -> None:
-        """Close the connection for requests, now or when it opens: this is not rank 0 of the job after all."""
+        """Close the connection for requests, also if it opens later: this is not rank 0 after all."""
 
         def close_if_open(channel: Future[Channel]) -> None:
             if channel.exception() is None:
