@@ -27,16 +27,27 @@ def main():
         except Exception:
             if all(folder.exists() for folder in folders):
                 raise
-            model, loaded = None, []  # a newer version is committed, and this one was removed
+            # A newer version was committed, and a folder of this one was removed while it was read.
+            model, loaded = None, []
             continue
         loaded = folders
         print(line(loaded[-1].name, model), flush=True)
 
 
 def load(folders, model, loaded):
-    """Return the model of a version; `model` is that of the folders `loaded`, and may be changed."""
+    """Return a model with the weights of a version.
+
+    If the version consists of the folders in use and further deltas, only those deltas are applied to the
+    model in use. Otherwise the model is loaded anew.
+
+    Args:
+        folders: Folders of the version: a full version, then the deltas to apply to it.
+        model: Model in use, which may be changed; None: there is none yet.
+        loaded: Folders of the version in use, in the same order; an empty list: there is none yet.
+    """
     deltas = folders[len(loaded) :]
-    if not loaded or folders[: len(loaded)] != loaded:  # it does not build on the version in use
+    builds_on_loaded = bool(loaded) and folders[: len(loaded)] == loaded
+    if not builds_on_loaded:
         model = LlamaForCausalLM.from_pretrained(folders[0], dtype="bfloat16").eval()
         deltas = folders[1:]
     for folder in deltas:

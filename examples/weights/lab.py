@@ -1,5 +1,7 @@
 """Runs the example in the lab: a trainer, and two sites of two hosts, 100 Mb/s and 40 ms away.
 
+The lab (holmes_lab) emulates hosts and networks on this machine: each host is a network namespace.
+
 The receivers of site west are killed while version 4 arrives, and started again. At the end, all hosts must
 have the last version, bit for bit, and the generators must generate the trainer's tokens.
 """
@@ -47,7 +49,12 @@ def main():
 
 @contextmanager
 def running(lab, folder):
-    """Return the example; end all its processes when the block ends."""
+    """Give the block an example without processes; end the processes that it has started after the block.
+
+    Args:
+        lab: The running lab.
+        folder: Absolute path of the folder for all files.
+    """
     example = Example(lab, folder)
     try:
         yield example
@@ -56,18 +63,30 @@ def running(lab, folder):
 
 
 class Example:
-    """The processes of the example, each on its host of the lab."""
+    """Processes of the example: service, trainer, receivers and generators, each on an emulated host.
+
+    Args:
+        lab: The running lab, which starts programs on its hosts.
+        folder: Path of the folder for all files: each host has a sub-folder.
+    """
 
     def __init__(self, lab, folder):
         self._lab = lab
         self._folder = folder
         self._address = next(node.address for node in lab.nodes if node.name == "trainer0")
-        self.jobs = {}  # name -> job of the lab
-        self.lines = {}  # name -> lines that it has printed
+        self.jobs = {}  # name, such as "receiver west0" -> running program
+        self.lines = {}  # the same name -> lines that the program has printed
         self._is_closed = False
 
     def run(self, versions):
-        """Run all processes; return what is wrong at the end, in words."""
+        """Run all processes until all hosts have the last version.
+
+        Args:
+            versions: Number of versions that the trainer publishes.
+
+        Returns:
+            Descriptions of problems, such as a file that differs; an empty list if there are none.
+        """
         self._start("serve", "trainer0", [*HOLMES, "join", "serve", "--port", str(PORT)])
         until(lambda: self._has("serve", "jobs meet"))
         for host in HOSTS:
@@ -106,18 +125,20 @@ class Example:
         print(f"example: the receivers of {site} are started again")
 
     def _wrong_files(self, versions):
+        """Yield a description of each version on a host that differs from the published one."""
         for host in HOSTS:
-            for made in self._store().glob("[0-9]*"):
-                copy = self._directory(host) / made.name
-                names = [file.name for file in made.iterdir()]
-                must_exist = int(made.name) == versions
-                if not copy.exists() and not must_exist:
-                    continue  # old, or older than the host's start
-                same, *_ = filecmp.cmpfiles(made, copy, names, shallow=False)
+            for published in self._store().glob("[0-9]*"):
+                received = self._directory(host) / published.name
+                names = [file.name for file in published.iterdir()]
+                must_exist = int(published.name) == versions
+                if not received.exists() and not must_exist:
+                    continue  # removed because it is old, or older than the host's start
+                same, *_ = filecmp.cmpfiles(published, received, names, shallow=False)
                 if sorted(same) != sorted(names):
-                    yield f"{host}: version {made.name} differs"
+                    yield f"{host}: version {published.name} differs"
 
     def _wrong_tokens(self):
+        """Yield a description of each generator that printed another digest or tokens than the trainer."""
         trained = self._versions("trainer0")
         for host in GENERATORS:
             generated = self._versions(host)
@@ -125,6 +146,7 @@ class Example:
                 yield f"{host}: {generated[-1]}, and the trainer: {trained[-1]}"
 
     def _versions(self, host):
+        """Return the lines with digest and tokens of a version that the script on a host has printed."""
         return [line for line in self.lines[f"script {host}"] if line.startswith("version ")]
 
     def _store(self):
@@ -134,9 +156,11 @@ class Example:
         return self._folder / host / "weights"
 
     def _staging(self, host):
+        """Return the folder that exists while version KILLED_AT arrives at a host."""
         return self._directory(host) / ".holmes" / "staging" / str(KILLED_AT)
 
     def _current(self, host):
+        """Return the committed version of a host; None: no version is committed yet."""
         link = self._directory(host) / "current"
         return int(os.readlink(link)) if link.is_symlink() else None
 
@@ -159,6 +183,7 @@ class Example:
         self._start(name, host, command).wait()
 
     def _has(self, name, text):
+        """Return whether a program has printed a line that contains a text."""
         return any(text in line for line in list(self.lines[name]))
 
     def _start(self, name, host, command):

@@ -41,7 +41,7 @@ def main():
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     generator = LlamaForCausalLM(model.config).to(torch.bfloat16).eval()
-    published = {}
+    published = {}  # name -> tensor, of the version before
     for version in range(1, options.versions + 1):
         tokens = torch.randint(options.vocabulary, (4, 32))
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -66,12 +66,15 @@ def main():
 
 
 def line(version, model):
-    """Return a line with the digest of a model's tensors, and the tokens that it generates."""
+    """Return a line with a version's number, the digest of the model's tensors and the generated tokens.
+
+    Trainer and generators print this line, so that equal lines show equal weights.
+    """
     return f"version {version}: {digest(model.state_dict())} generates {generate(model)}"
 
 
 def generate(model):
-    """Return the tokens after PROMPT, each the most probable one."""
+    """Return the NEW_TOKENS tokens that a model generates after PROMPT, each the most probable one."""
     prompt = torch.tensor(PROMPT)
     tokens = model.generate(
         prompt,

@@ -22,7 +22,10 @@ from holmes_ext.weights import publish, wait_for_version
 
 @CheckpointEngineRegistry.register("holmes")
 class HolmesCheckpointEngine(CheckpointEngine):
-    """Publishes the weights of an actor, or loads them at a rollout worker."""
+    """Checkpoint engine that publishes the weights of an actor, or loads them at a rollout worker.
+
+    verl makes one in each process. `directory` is only used at rollout workers, `port` only at the actor.
+    """
 
     def __init__(self, bucket_size, directory, is_master=False, port=29600):
         self._bucket_size = bucket_size  # bytes of a file
@@ -53,7 +56,12 @@ class HolmesCheckpointEngine(CheckpointEngine):
             await asyncio.to_thread(publish, folder, global_steps, port=self._port)
 
     def _save(self, tensors, folder):
-        """Write tensors into files of about `bucket_size` bytes."""
+        """Write tensors into safetensors files of about `bucket_size` bytes.
+
+        Args:
+            tensors: Iterator over (name, tensor).
+            folder: Folder of the files.
+        """
         bucket = {}
         for number, (name, tensor) in enumerate(tensors):
             bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()

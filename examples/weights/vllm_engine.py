@@ -37,7 +37,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class HolmesEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads versions from the folder of a site."""
+    """Weight transfer engine that loads versions from the folder of `holmes weights receive`."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo

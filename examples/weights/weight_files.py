@@ -11,7 +11,13 @@ from safetensors.torch import load_file, save_file
 
 
 def save_delta(folder, tensors, parent):
-    """Write the numbers of `tensors` that differ from those of `parent`, with their positions."""
+    """Write a delta: the numbers of `tensors` that differ from those of `parent`, with their positions.
+
+    Args:
+        folder: Folder of the delta, in which the file delta.safetensors is written.
+        tensors: Name -> tensor, of the new version.
+        parent: Name -> tensor, of the version to which the delta will be applied.
+    """
     delta = {}
     for name, tensor in tensors.items():
         positions = (tensor.view(-1) != parent[name].view(-1)).nonzero().view(-1)
@@ -22,7 +28,12 @@ def save_delta(folder, tensors, parent):
 
 
 def apply_delta(folder, tensors):
-    """Change `tensors` in place to the version of a delta."""
+    """Apply a delta: change tensors in place from the version before the delta to the version of the delta.
+
+    Args:
+        folder: Path of the folder in which save_delta() has written the delta.
+        tensors: Name -> tensor, of the version to which the folder is a delta.
+    """
     delta = load_file(Path(folder) / "delta.safetensors")
     for name, tensor in tensors.items():
         if f"{name}:positions" in delta:
@@ -31,7 +42,16 @@ def apply_delta(folder, tensors):
 
 
 def load(folders):
-    """Return the tensors of a version: a full version, then its deltas."""
+    """Load a version: read the tensors of a full version, and apply deltas to them.
+
+    Args:
+        folders: Paths of folders: first that of the full version, then those of the deltas in the order in
+            which they are applied. `wait_for_version` and `current_folders` of holmes_ext.weights return
+            such a list.
+
+    Returns:
+        Name -> tensor.
+    """
     tensors = {}
     for file in sorted(Path(folders[0]).glob("*.safetensors")):
         tensors.update(load_file(file))
@@ -48,7 +68,7 @@ def clone(model):
 
 
 def digest(tensors):
-    """Return the beginning of the SHA-256 of all bits of the tensors."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of the names and bits of all tensors."""
     total = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         total.update(name.encode())

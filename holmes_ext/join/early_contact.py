@@ -1,14 +1,15 @@
 """First contact of a restarted job with the coordinator, while the job imports its framework.
 
-A job joins others at its first step. A job that starts again has a certificate already. So threads do before
-that step what takes several round trips over a WAN:
+The coordinator (`holmes join serve`) lets jobs at several sites train one model. A job joins at its first
+training step. A job that has joined before has a certificate already, so it can call the coordinator as soon
+as it starts. Threads do before the first step what takes several round trips over a WAN:
 
     settings    rank 0 reads the settings of the run
     channel     rank 0 opens its connection for requests
     port        each rank opens a port for other jobs, and the coordinator finds out whether it can be called
 
-What fails here is done again at the first step, which reports the error (admission.py, listening.py). Needs
-no torch, because the main thread may be importing it.
+If one of these fails, it is done again at the first step, which reports the error (admission.py,
+listening.py). This module needs no torch, because the main thread may be importing it.
 """
 
 from __future__ import annotations
@@ -32,73 +33,86 @@ from holmes_ext.options import Options
 from holmes_ext.runtime.deadline import Deadline
 
 T = TypeVar("T")
-#: Settings of a run, as `holmes join serve` gives them; None: the jobs bring them.
+#: Settings that the coordinator requires of all jobs of a run; None: the first job brings the settings.
 RunSettings = dict[str, Any] | None
 #: Seconds after which the settings are read again: the coordinator may have been started with others.
 _VALID_S = 60.0
 
 
 class EarlyContact:
-    """Settings of the run, connection and port of this rank, which threads get in the background.
+    """Settings of the run, connection to the coordinator and open port of this rank.
+
+    Creating the object starts a thread for each of them, and returns at once. The results are futures.
 
     Args:
-        place: Coordinator, credentials and ports of the job.
-        rank: This rank.
+        place: Address of the coordinator, and credentials and ports of the job.
+        rank: Global rank of this process in its job.
     """
 
     def __init__(self, place: JoinPlace, rank: int):
-        #: Name of this start of the job, if this is rank 0.
+        #: Random id of this start of the job. The job uses that of rank 0; other ranks get it later.
         self.incarnation = new_incarnation()
-        #: Connection of this start of the job for its requests; None on other ranks.
+        #: Connection of rank 0 over which the job sends its requests; None on other ranks.
         self.channel: Future[Channel] | None = None
-        self._end = time.monotonic() + _VALID_S
-        self._settings: Future[RunSettings] | None = None
-        self._port: Future[OpenedPort] | None = None
-        identity = RankIdentity(place.address.job, self.incarnation, rank)
+        self._settings_valid_until = time.monotonic() + _VALID_S
+        self._settings: Future[RunSettings] | None = None  # None on ranks other than 0
+        self._port: Future[OpenedPort] | None = None  # None if the user has named the ports
         if rank == 0:
             deadline = Deadline(HANDSHAKE_S, "the coordinator's answer")
             client = CoordinatorClient(place, dict, self.incarnation)
             self._settings = _in_thread(lambda: settings_of_run(place, deadline))
             self.channel = _in_thread(lambda: client.connect("job", deadline))
-        # Another process may need a port that the user has given.
-        if place.ports.ports == PortRange().ports:
+        # A port that the user has named is not opened yet: another process may still need it.
+        may_use_any_port = place.ports.ports == PortRange().ports
+        if may_use_any_port:
+            identity = RankIdentity(place.address.job, self.incarnation, rank)
             self._port = _in_thread(lambda: open_and_publish(place, identity))
 
     def settings(self, read_now: Callable[[], RunSettings]) -> RunSettings:
-        """Return the settings of the run; those of read_now() if they have not been read, or are old."""
-        if self._settings is None or time.monotonic() > self._end:
+        """Return the settings of the run, after waiting for the thread that reads them.
+
+        Args:
+            read_now: Reads the settings in this thread. It is called if they were not read early, if reading
+                failed, or if they are older than _VALID_S seconds.
+        """
+        if self._settings is None or time.monotonic() > self._settings_valid_until:
             return read_now()
         return _result_of(self._settings, read_now)
 
     def port(self, open_now: Callable[[], OpenedPort]) -> OpenedPort:
-        """Return the port of this rank; that of open_now() if it could not be opened."""
+        """Return the open port of this rank, after waiting for the thread that opens it.
+
+        Args:
+            open_now: Opens a port in this thread. It is called if no port was opened early.
+        """
         if self._port is None:
             return open_now()
         return _result_of(self._port, open_now)
 
     def close_channel(self) -> None:
-        """Close the connection for requests, because this is not rank 0 of the job after all."""
+        """Close the connection for requests, also if it opens later: this is not rank 0 after all."""
 
-        def close(opened: Future[Channel]) -> None:
-            if opened.exception() is None:
-                opened.result().close()
+        def close_if_open(channel: Future[Channel]) -> None:
+            if channel.exception() is None:
+                channel.result().close()
 
         if self.channel is not None:
-            self.channel.add_done_callback(close)
+            self.channel.add_done_callback(close_if_open)
 
 
 def begin_early_contact(
     address: JoinAddress, options: Options, environ: Mapping[str, str]
 ) -> EarlyContact | None:
-    """Begin to contact the coordinator, if the job has a certificate already.
+    """Begin to contact the coordinator in threads, if the job has a certificate from an earlier start.
 
     Args:
         address: Name of the job, and address of the coordinator.
         options: Options of the job.
-        environ: Environment variables, which say where the certificate is kept.
+        environ: Environment variables: the rank, and where the certificate is kept.
 
     Returns:
-        None if the job has no certificate yet, or if it cannot be read.
+        None if the job has no certificate yet, or if the certificate or an option cannot be used. The first
+        step of the job then contacts the coordinator, and reports the error.
     """
     certificate_file = options.value("join_certificate")
     try:
@@ -117,7 +131,11 @@ def begin_early_contact(
 
 
 def settings_of_run(place: JoinPlace, deadline: Deadline) -> RunSettings:
-    """Return the settings that the coordinator requires of all jobs (`holmes join serve --outer`).
+    """Read from the coordinator the settings that it requires of all jobs (`holmes join serve --outer`).
+
+    Args:
+        place: Address of the coordinator, and credentials of the job.
+        deadline: End of the time to wait.
 
     Returns:
         None if the coordinator requires none. Then the first job that joins brings the settings of the run,
@@ -138,21 +156,21 @@ def settings_of_run(place: JoinPlace, deadline: Deadline) -> RunSettings:
 
 
 def _in_thread(function: Callable[[], T]) -> Future[T]:
-    """Call a function in a thread that does not keep the process from ending; return its result to come."""
+    """Call a function in a daemon thread, and return a future with its result or error."""
     future: Future[T] = Future()
 
-    def run() -> None:
+    def call_function() -> None:
         try:
             future.set_result(function())
         except BaseException as error:  # noqa: BLE001 - _result_of() gets it
             future.set_exception(error)
 
-    threading.Thread(target=run, name="holmes-early", daemon=True).start()
+    threading.Thread(target=call_function, name="holmes-early", daemon=True).start()
     return future
 
 
 def _result_of(future: Future[T], do_now: Callable[[], T]) -> T:
-    """Return a result, after waiting for it; that of do_now() if there was an error."""
+    """Wait for a future, and return its result. If it has an error, call do_now(), and return its result."""
     if future.exception() is not None:
         return do_now()
     return future.result()

@@ -4,6 +4,30 @@ A trainer publishes folders as numbered versions. They go from the host of `holm
 of each site, which passes them on to the other hosts of the site. Identities, certificates and TLS are
 those of joined jobs.
 
+Terms of this package:
+
+    version    folder of files with a number. It never changes. Versions are published in ascending order
+    delta      version that only has changes to an older version, its parent; any other version is full
+    chain      a full version and the deltas that lead from it to a version, in the order of their numbers
+    chunk      256 KiB to 8 MiB of a file of a version, with a SHA-256: the unit of transfer
+    manifest   list of a version's files and chunks
+    store      folder that holds versions: one of the publisher, and DIR of each receiving host
+
+    service    part of `holmes join serve` that sends the versions of the publisher's store
+    site       one end of the WAN, such as a data centre; its name is in the certificates of its hosts
+    host       process of `holmes weights receive`; a machine usually runs one
+    source     process from which a host pulls versions: the service, or another host of the same site.
+               Its address is HOST:PORT; the address "" stands for the service
+    stream     connection to a source, over which chunks are pulled
+
+    arriving   some chunks of the version are still missing on a host (class StagedVersion)
+    staged     the version is complete on a host, but need not be in use
+    wanted     the service commits this version as soon as the hosts have staged it
+    committed  all sites use this version; also called the current version (link DIR/current)
+    required   versions that each host should have: chains of the newest, wanted and current version
+    origin     random identity of the publisher's store, by which a host recognizes another run
+    lag        seconds since the publication of the oldest newer version that a host has not staged
+
 This module declares the command and the service, and is the Python interface.
 """
 
@@ -68,22 +92,28 @@ def current_folders(directory: str | Path) -> list[Path]:
         directory: DIR of `holmes weights receive DIR`.
 
     Returns:
-        An empty list if no version is committed yet.
+        For example [DIR/8, DIR/9] if version 9 is committed, and is a delta to the full version 8. An empty
+        list if no version is committed yet.
+
+    Raises:
+        HolmesError: A user has removed one of these folders.
     """
-    store: Any = extensions.load("holmes_ext.weights.store:VersionStore")(Path(directory))
-    missing_version = extensions.load("holmes_ext.weights.store:MissingVersion")
-    while (current := store.current) is not None:
+    store = _store_in(directory)
+    missing_version = _missing_version()
+    while True:
+        committed = store.current
+        if committed is None:
+            return []
         try:
-            return [store.folder(version) for version in store.chain(current)]
+            return _chain_folders(store, committed)
         except missing_version:
-            if store.current == current:
+            # If another version was committed meanwhile, the former one may have been removed: try that one.
+            if store.current == committed:
                 raise
-            # Another version was committed, and the former one was removed.
-    return []
 
 
 def wait_for_version(directory: str | Path, version: int, timeout_s: float = 1800.0) -> list[Path]:
-    """Wait until a version has arrived at a site, whether it is committed or not.
+    """Wait until all files of a version are on this host of a site, whether it is committed or not.
 
     Args:
         directory: DIR of `holmes weights receive DIR`.
@@ -94,14 +124,14 @@ def wait_for_version(directory: str | Path, version: int, timeout_s: float = 180
         The version's folders: a full version, then the deltas to apply to it.
 
     Raises:
-        HolmesError: The version has not arrived in time.
+        HolmesError: The version, or one to which it is a delta, has not arrived in time.
     """
-    store: Any = extensions.load("holmes_ext.weights.store:VersionStore")(Path(directory))
-    missing_version = extensions.load("holmes_ext.weights.store:MissingVersion")
+    store = _store_in(directory)
+    missing_version = _missing_version()
     end = time.monotonic() + timeout_s
     while True:
         try:
-            return [store.folder(number) for number in store.chain(version)]
+            return _chain_folders(store, version)
         except missing_version:
             if time.monotonic() > end:
                 raise HolmesError(
@@ -109,3 +139,21 @@ def wait_for_version(directory: str | Path, version: int, timeout_s: float = 180
                     " weights receive` running there? `holmes weights status` shows what it receives"
                 ) from None
         time.sleep(_LOOK_S)
+
+
+# `import holmes_ext` reads this module for EXTENSION. So the modules below are imported when they are needed.
+def _store_in(directory: str | Path) -> Any:
+    """Return the VersionStore of a folder of `holmes weights receive`."""
+    store_class = extensions.load("holmes_ext.weights.store:VersionStore")
+    return store_class(Path(directory))
+
+
+def _missing_version() -> type[Exception]:
+    """Return the class of the error that a store raises for a version that it does not have."""
+    error_class: type[Exception] = extensions.load("holmes_ext.weights.store:MissingVersion")
+    return error_class
+
+
+def _chain_folders(store: Any, version: int) -> list[Path]:
+    """Return the folders of the chain of a version, the full version first."""
+    return [store.folder(number) for number in store.chain(version)]

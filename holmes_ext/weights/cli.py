@@ -216,11 +216,13 @@ def _commit(args: argparse.Namespace) -> int:
 
 
 def _store(args: argparse.Namespace) -> VersionStore:
+    """Return the store of the `holmes join serve` on this host, to which `publish` and `commit` write."""
     _check_number(args, "port", least=0, most=_PORTS - 1)
     return store_of_run(os.environ, args.port)
 
 
 def _check_number(args: argparse.Namespace, name: str, least: int, most: int) -> None:
+    """Raise HolmesError if the value of the option --NAME is not between two limits."""
     value = getattr(args, name)
     if not least <= value <= most:
         raise HolmesError(
@@ -264,27 +266,40 @@ def _receive(args: argparse.Namespace) -> int:
 
 
 def _place(args: argparse.Namespace) -> JoinPlace:
-    """Return the service's address and the certificate of this site, after redeeming the invitation."""
+    """Return the service's address and the certificate of this site.
+
+    This host has a certificate from an earlier start, or gets one for its invitation. The service may be
+    starting: it is called again for up to _CERTIFICATE_S seconds.
+
+    Raises:
+        HolmesError: The address or the invitation cannot be used, or no service answers.
+    """
     try:
         address = parse_address(args.join)
     except HolmesError as error:
+        # Only the first one: the user's text, which the message quotes, stays as it is.
         raise HolmesError(str(error).replace("--holmes-join", "--join", 1)) from None
-    end = Deadline(_CERTIFICATE_S, "the certificate")
+    overall = Deadline(_CERTIFICATE_S, "the certificate")
     while True:
         try:
-            deadline = end.part(_CERTIFICATE_S, "the certificate")
+            deadline = overall.part(_CERTIFICATE_S, "the certificate")
             certificate = obtain_certificate(address, args.invitation, os.environ, deadline)
             return JoinPlace(address, certificate.credentials())
         except OSError as error:
-            if end.left < _RETRY_S:
+            if overall.left < _RETRY_S:
                 where = address_text(address.host, address.port)
                 raise HolmesError(
                     f"no service answers at {where} ({why(error)}); is `holmes join serve` running there?"
                 ) from None
             time.sleep(_RETRY_S)
         except HolmesError as error:
-            message = str(error).replace("--holmes-join-invitation", "--invitation")
-            raise HolmesError(message.replace("--holmes-join", "--join")) from None
+            raise _with_options_of_receive(error) from None
+
+
+def _with_options_of_receive(error: HolmesError) -> HolmesError:
+    """Return an error that names the options of `holmes weights receive` instead of those of a job."""
+    message = str(error).replace("--holmes-join-invitation", "--invitation")
+    return HolmesError(message.replace("--holmes-join", "--join"))
 
 
 class _Events:
@@ -294,7 +309,7 @@ class _Events:
         self._is_json = is_json
 
     def tell(self, event: dict[str, Any]) -> None:
-        """Print an event; called by several threads."""
+        """Print an event, such as {"event": "committed", "version": 3}. Several threads call this method."""
         if self._is_json:
             text = json.dumps(event)
         else:
@@ -307,6 +322,7 @@ class _Events:
 
 
 def _event_text(event: dict[str, Any]) -> str:
+    """Return an event of a receiving host in words."""
     match event["event"]:
         case "staged":
             size = format_bytes(event["bytes"])
@@ -322,7 +338,7 @@ def _event_text(event: dict[str, Any]) -> str:
 
 
 def _status(args: argparse.Namespace) -> int:
-    """Print the versions and the receiving hosts; return exit status 0."""
+    """Print the published versions and a table of the receiving hosts; return exit status 0."""
     try:
         host, port = split_address(args.where)
     except ValueError:
@@ -340,7 +356,13 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _status_credentials(host: str, port: int) -> Credentials:
-    """Return credentials of a run on this host, or of a site that has joined from here."""
+    """Return credentials with which the service on HOST:PORT answers a request for its status.
+
+    They are those of the run itself if it runs on this host, or else those of a site with a certificate here.
+
+    Raises:
+        HolmesError: This user has neither.
+    """
     run_folder = run_on_this_host(JoinAddress("", host, port), os.environ)
     if run_folder is not None:
         return run_folder.credentials()

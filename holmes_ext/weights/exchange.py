@@ -3,10 +3,15 @@
     {"op": "manifest", "version": N}            -> {"manifest": {...}}
     {"op": "read", "version": N, "chunk": I}    -> {"length": L}, then L bytes
 
-An error is {"error": one line}. {"later": true} goes before an answer that takes long, because the sender
-itself still waits for the version. The receiver sends further requests before the answer to the first has
-come, so a stream is busy in spite of the round trip. Both ends limit the time of each part of a chunk: a
-link that is cut ends the stream, and the receiver opens another one for the chunks that are missing.
+A version is a numbered folder of files, which its manifest lists; a chunk is 256 KiB to 8 MiB of a file.
+
+An error is {"error": one line}. If the sender itself still waits for the version, it sends {"later": true}
+every few seconds before the answer, so that the receiver does not give up. The receiver sends further
+requests before the answer to the first has come, so a stream is busy in spite of the round trip.
+
+A chunk is sent in parts of FRAME_BYTES, the most that one frame of a Channel may hold. Both ends limit the
+time of each part. A link that is cut ends the stream, and the receiver opens another one for the missing
+chunks.
 
 A stream stays open between versions. So the next version needs no handshakes, and TCP's window is large.
 """
@@ -35,20 +40,20 @@ PURPOSE = "weights"
 PART_S = 20.0
 #: Seconds for which a stream stays open without a request.
 IDLE_S = 1800.0
-#: Seconds after which {"later": true} is sent.
+#: Seconds after which {"later": true} is sent, and then again.
 _LATER_S = 4.0
-#: Times that it is sent for a version of which nothing has arrived yet.
+#: Times that it is sent for a version of which nothing has arrived at the sender. Then the request fails.
 _MOST_LATER = 3
 #: Bytes that a stream requests ahead, at least and at most.
 _LEAST_AHEAD = 2**19
 _MOST_AHEAD = 32 * 2**20
-#: Round trips of bytes, at the stream's rate, that it requests ahead: a new stream doubles its rate in each.
+#: Round trips of bytes, at the stream's rate, that it requests ahead. A new stream doubles its rate in each.
 _ROUND_TRIPS_AHEAD = 3
 #: Seconds that are added to a round trip, because both ends need time for a request.
 _SLACK_S = 0.02
 #: Least seconds over which the rate of a stream is measured.
 _RATE_S = 0.1
-#: Field tcpi_min_rtt of struct tcp_info (linux/tcp.h): offset, in microseconds.
+#: Field tcpi_min_rtt of struct tcp_info (linux/tcp.h), in microseconds: its format, and its offset in bytes.
 _MIN_RTT = struct.Struct("=I")
 _MIN_RTT_OFFSET = 148
 #: Bytes of the longest request: the report of a host.
@@ -83,7 +88,9 @@ class SendingStream:
         self._limit = limit
         self._on_bytes = on_bytes
         self._arriving = arriving
-        self._is_marked = False  # as background traffic, with the first chunk
+        self._is_background = (
+            False  # whether the packets of the connection are marked as background traffic
+        )
 
     def next_request(self) -> dict[str, Any]:
         """Wait for the next request.
@@ -98,66 +105,86 @@ class SendingStream:
         self._channel.send(document, Deadline(PART_S, "an answer"))
 
     def answer(self, request: dict[str, Any]) -> None:
-        """Answer a request for a manifest or a chunk.
+        """Answer a request for a manifest ("op" is "manifest") or for a chunk ("op" is "read").
+
+        A request that cannot be fulfilled is answered with {"error": one line}.
 
         Raises:
-            OSError: The connection is lost, or the receiver does not take the bytes.
+            OSError: The connection is lost, or the receiver does not read the bytes in time.
         """
         try:
             version = _whole_number(request, "version")
-            staged = self._wait_for_version(version)
+            arriving = self._wait_for_version(version)
             if request.get("op") == "manifest":
-                manifest = self._store.manifest(version) if staged is None else staged.manifest
+                manifest = self._store.manifest(version) if arriving is None else arriving.manifest
                 self.reply({"manifest": manifest.document()})
                 return
             if request.get("op") != "read":
                 raise HolmesError(f"there is no request {str(request.get('op'))!r:.40}")
-            data = self._chunk(staged, version, _whole_number(request, "chunk"))
+            data = self._read_chunk(arriving, version, _whole_number(request, "chunk"))
         except HolmesError as error:
             self.reply({"error": str(error)})
             return
-        if not self._is_marked:
+        self._send_chunk(data)
+
+    def _send_chunk(self, data: bytes) -> None:
+        """Send the length of a chunk, and its bytes in parts, each as soon as the rate limit allows it."""
+        if not self._is_background:
             mark_background(self._channel.socket)
-            self._is_marked = True
+            self._is_background = True
         self.reply({"length": len(data)})
-        for part in _parts(memoryview(data)):
+        for part in _split_into_parts(memoryview(data)):
             self._limit.take(len(part))
             self._channel.send_bytes([part], Deadline(PART_S, "a part of a chunk"))
             self._on_bytes(len(part))
 
     def _wait_for_version(self, version: int) -> StagedVersion | None:
-        """Return a version that arrives now, after waiting for its begin; None: the store has it.
+        """Wait until a version is in the store, or begins to arrive at this process.
+
+        Sends {"later": true} to the receiver every _LATER_S seconds meanwhile, at most _MOST_LATER times.
+
+        Returns:
+            The version that is arriving; None: the version is complete in the store.
 
         Raises:
-            MissingVersion: The store does not have it, and it does not begin to arrive in time.
+            MissingVersion: The version is not in the store, and does not begin to arrive in time.
         """
         if self._arriving is not None:
             for _ in range(_MOST_LATER):
-                staged = self._arriving.get(version)
-                if staged is not None or self._store.has(version):
-                    return staged
-                staged = self._arriving.wait_for(version, _LATER_S)
-                if staged is not None:
-                    return staged
+                arriving = self._arriving.get(version)
+                if arriving is not None or self._store.has(version):
+                    return arriving
+                arriving = self._arriving.wait_for(version, _LATER_S)
+                if arriving is not None:
+                    return arriving
                 self.reply({"later": True})
         if not self._store.has(version):
             raise MissingVersion(f"there is no version {version}")
         return None
 
-    def _chunk(self, staged: StagedVersion | None, version: int, index: int) -> bytes:
-        """Return a chunk, after waiting for it if the version is arriving."""
-        if staged is not None and 0 <= index < len(staged.manifest.chunks):
-            while (data := staged.wait_for(index, _LATER_S)) is None:
-                if staged.is_closed:
-                    break  # it is complete, or its transfer was given up
-                self.reply({"later": True})
-            if data is not None:
-                return data
+    def _read_chunk(self, arriving: StagedVersion | None, version: int, index: int) -> bytes:
+        """Return the bytes of a chunk, as soon as they are on the disk.
+
+        Sends {"later": true} to the receiver every _LATER_S seconds meanwhile.
+
+        Args:
+            arriving: The version, if it is arriving at this process; None: it is complete in the store.
+            version: Number of the version.
+            index: Index of the chunk in the manifest.
+        """
+        if arriving is not None and 0 <= index < len(arriving.manifest.chunks):
+            # It is closed when it has been moved to the store, or its transfer has failed.
+            while not arriving.is_closed:
+                data = arriving.wait_for(index, _LATER_S)
+                if data is not None:
+                    return data
+                if not arriving.is_closed:
+                    self.reply({"later": True})
         return self._reader.read(version, index)
 
 
 class ReceivingStream:
-    """Receiver's part of one connection.
+    """Receiver's part of one connection: requests manifests and chunks, and measures the rate.
 
     Args:
         channel: Connection to the sender.
@@ -170,26 +197,30 @@ class ReceivingStream:
         self._source = source
         self._limit = limit
         self._buffer = memoryview(b"")
-        self._rate = 0.0  # bytes/s, measured lately
-        self._round_trip_s = 0.0  # without queues
-        self._measured_since = 0.0  # time; 0: measuring begins with the next part
-        self._measured_bytes = 0
+        self._rate = 0.0  # bytes/s, of the last measurement
+        self._round_trip_s = 0.0  # the least that was measured, so without the time in queues
+        self._measured_since = (
+            0.0  # begin of this measurement, by time.monotonic(); 0: with the next part
+        )
+        self._measured_bytes = 0  # received since then
 
     def start_measuring(self) -> None:
-        """Measure the rate again from the next byte on, because nothing was requested meanwhile."""
+        """Begin a new measurement of the rate with the next part, because the stream had nothing to do."""
         self._measured_since = 0.0
 
     @property
     def bytes_ahead(self) -> int:
-        """Return how many bytes should be requested ahead, so that the stream never waits.
+        """Return how many bytes should be requested and not received at a time, so that data always flows.
 
-        A stream that requests more holds chunks that a faster one could pull at the end.
+        This is the bandwidth-delay product of the stream, times _ROUND_TRIPS_AHEAD. If a stream requested
+        more, faster streams would have to wait at the end for chunks that this one has requested.
         """
-        wanted = _ROUND_TRIPS_AHEAD * self._rate * (self._round_trip_s + _SLACK_S)
-        return round(min(max(wanted, _LEAST_AHEAD), _MOST_AHEAD))
+        bytes_per_round_trip = self._rate * (self._round_trip_s + _SLACK_S)
+        ahead = _ROUND_TRIPS_AHEAD * bytes_per_round_trip
+        return round(min(max(ahead, _LEAST_AHEAD), _MOST_AHEAD))
 
     def _measure(self, count: int) -> None:
-        """Count bytes that have arrived, and measure rate and round trip from time to time."""
+        """Count the bytes of a part that has arrived, and update rate and round trip from time to time."""
         now = time.monotonic()
         if not self._measured_since:
             self._measured_since, self._measured_bytes = now, 0
@@ -202,7 +233,7 @@ class ReceivingStream:
             self._measured_since, self._measured_bytes = now, 0
 
     def is_idle(self) -> bool:
-        """Return whether the connection is open, and nothing has arrived that was not requested."""
+        """Return whether the connection is open and silent, so that it can be used for the next request."""
         return self._channel.lives() and self._channel.idle()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -213,7 +244,7 @@ class ReceivingStream:
             OSError: No answer came within PART_S seconds, or the connection is lost.
         """
         self._channel.send(request, Deadline(PART_S, "a request"))
-        return self._answer()
+        return self._receive_answer()
 
     def manifest(self, version: int) -> VersionManifest:
         """Return the manifest of a version.
@@ -237,24 +268,27 @@ class ReceivingStream:
         self._channel.send(request, Deadline(PART_S, "a request"))
 
     def chunk(self, length: int, on_bytes: Callable[[int], None]) -> memoryview:
-        """Return the next chunk that was requested; it is valid until the next call.
+        """Wait for the next chunk that was requested, and return its bytes.
 
         Args:
-            length: Bytes of the chunk, by the manifest.
+            length: Length of the chunk by the manifest, in bytes.
             on_bytes: Called with the number of bytes of each part that has arrived.
 
+        Returns:
+            The bytes. The next call overwrites them.
+
         Raises:
-            Refused: The sender cannot read it.
-            OSError: The connection is lost, or a part has not come within PART_S seconds.
+            Refused: The sender cannot read the chunk.
+            OSError: The connection is lost, or a part did not come within PART_S seconds.
         """
-        answer = self._answer()
+        answer = self._receive_answer()
         if answer.get("length") != length:
             raise ConnectionError(f"{self._source} sent a chunk of another length")
         if len(self._buffer) < length:
             self._buffer = memoryview(bytearray(length))
         data = self._buffer[:length]
-        for part in _parts(data):
-            self._limit.take(len(part))
+        for part in _split_into_parts(data):
+            self._limit.take(len(part))  # may wait; then TCP slows down the sender
             self._channel.receive_bytes([part], Deadline(PART_S, "a part of a chunk"))
             on_bytes(len(part))
             self._measure(len(part))
@@ -268,7 +302,13 @@ class ReceivingStream:
         """Shut the connection down from another thread; the thread that uses it gets an error."""
         self._channel.cut()
 
-    def _answer(self) -> dict[str, Any]:
+    def _receive_answer(self) -> dict[str, Any]:
+        """Wait for an answer to a request, also beyond PART_S seconds while {"later": true} comes instead.
+
+        Raises:
+            Refused: The answer is an error.
+            OSError: Nothing came within PART_S seconds, or the connection is lost.
+        """
         answer = {"later": True}
         while answer.get("later") is True:
             answer = self._channel.receive(Deadline(PART_S, "an answer"), _LONGEST_ANSWER)
@@ -277,8 +317,8 @@ class ReceivingStream:
         return answer
 
 
-def _parts(data: memoryview) -> list[memoryview]:
-    """Return the parts of a chunk: one frame of the channel each."""
+def _split_into_parts(data: memoryview) -> list[memoryview]:
+    """Return a chunk in parts of at most FRAME_BYTES, as much as one frame of a Channel may hold."""
     return [data[start : start + FRAME_BYTES] for start in range(0, len(data), FRAME_BYTES)]
 
 
@@ -295,6 +335,7 @@ def _least_round_trip_s(connection: socket.socket) -> float:
 
 
 def _whole_number(request: dict[str, Any], key: str) -> int:
+    """Return a field of a request; HolmesError: it is no whole number."""
     value = request.get(key)
     if not isinstance(value, int) or isinstance(value, bool):
         raise HolmesError(f"a request has no {key}")

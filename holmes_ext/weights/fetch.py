@@ -1,8 +1,11 @@
 """Pulls the missing chunks of versions over several streams, oldest version first.
 
-Each stream is a TLS connection with a thread of its own. A stream that breaks gives its chunks back, and is
-opened again. The fetch fails if streams break and no byte arrives for a while. Then the chunks that were
-written stay in the staging folder for the next try, which may use another source.
+Each stream is a TLS connection to the source, with a thread of its own. The source is the process that has
+the versions: the service, or a host of the same site. If a stream breaks, the chunks that it has requested
+and not received go back into the queue, and another stream is opened.
+
+The fetch fails if streams break and no byte arrives for a while. Then the chunks that were written stay in
+the staging folder for the next transfer, which may use another source.
 """
 
 from __future__ import annotations
@@ -37,17 +40,20 @@ class WrongDigest(HolmesError):
 
 
 class QuietSource(ConnectionError):
-    """Error: a source is connected, but sends nothing, because it still waits for the version itself."""
+    """Error: the connection to a source is open, but no bytes arrive.
+
+    This happens if the source is a host of the same site that does not get the version either.
+    """
 
 
 class DiskError(HolmesError):
     """Error: a version cannot be written to the disk of this host."""
 
 
-class _Piece(NamedTuple):
-    """Chunk of a version that is missing."""
+class _MissingChunk(NamedTuple):
+    """A chunk that is still to be pulled."""
 
-    staged: StagedVersion
+    staged: StagedVersion  # version of the chunk
     chunk: int  # index in the manifest
 
     @property
@@ -56,12 +62,12 @@ class _Piece(NamedTuple):
 
 
 class VersionFetch:
-    """Transfer of the missing chunks of some versions. Use once.
+    """Transfer of the missing chunks of some versions from one source. Use once.
 
     Args:
-        versions: The versions, with the chunks that they have already, oldest first.
-        pool: Streams to the source.
-        address: Address of the source.
+        versions: Versions that are arriving, oldest first. Chunks that are written already are not pulled.
+        pool: Gives open streams to the source.
+        address: HOST:PORT of the source; "": the service.
         streams: Number of streams.
         on_bytes: Called with the version and the number of bytes of each part that arrives, by one thread
             at a time.
@@ -81,24 +87,23 @@ class VersionFetch:
         self._address = address
         self._on_bytes = on_bytes
         self._stall_s = stall_s
-        # Chunks that no stream has requested, and the number of those of each version that are not written.
-        self._waiting: deque[_Piece] = deque()
-        self._left: dict[StagedVersion, int] = {}
+        self._queue: deque[_MissingChunk] = deque()  # chunks that no stream has requested
+        self._unwritten: dict[StagedVersion, int] = {}  # version -> number of its unwritten chunks
         for staged in versions:
             missing = staged.missing
-            self._left[staged] = len(missing)
-            self._waiting.extend(_Piece(staged, index) for index in missing)
-        self._left_bytes = sum(piece.length for piece in self._waiting)
+            self._unwritten[staged] = len(missing)
+            self._queue.extend(_MissingChunk(staged, index) for index in missing)
+        self._unwritten_bytes = sum(chunk.length for chunk in self._queue)  # of all versions
         self._changed = threading.Condition()  # also the lock of all fields
-        self._ended = threading.Event()
-        self._error: Exception | None = None
-        self._last_byte = time.monotonic()
+        self._ended = threading.Event()  # all chunks are written, or the fetch has failed
+        self._error: Exception | None = None  # why it has failed
+        self._last_byte = time.monotonic()  # time at which bytes arrived last, on any stream
         self._open: set[ReceivingStream] = set()
-        self._streams = max(1, min(streams, len(self._waiting)))
+        self._streams = max(1, min(streams, len(self._queue)))
 
     def start(self) -> None:
         """Start to pull the chunks, in threads of their own."""
-        if not self._waiting:
+        if not self._queue:
             return
         for _ in range(self._streams):
             threading.Thread(
@@ -115,7 +120,7 @@ class VersionFetch:
             HolmesError: The source refuses this process, or has removed the version.
         """
         with self._changed:
-            while self._left[staged]:
+            while self._unwritten[staged]:
                 if self._error is None and time.monotonic() - self._last_byte > _QUIET_S:
                     self._fail(QuietSource(f"no byte arrived for {_QUIET_S:.0f} s"))
                 if self._error is not None:
@@ -127,17 +132,23 @@ class VersionFetch:
         self._fail(ConnectionError("the transfer was ended"))
 
     def _fail(self, error: Exception) -> None:
+        """End the transfer with an error, unless all chunks are written already."""
         with self._changed:
-            if self._error is None and self._left_bytes:
+            is_incomplete = self._unwritten_bytes > 0
+            if self._error is None and is_incomplete:
                 self._error = error
-            broken = list(self._open) if self._left_bytes else []
+            # Their threads may be waiting for bytes. Streams of a complete transfer go back to the pool.
+            to_cut = list(self._open) if is_incomplete else []
             self._ended.set()
             self._changed.notify_all()
-        for stream in broken:
+        for stream in to_cut:
             stream.cut()
 
     def _pull_until_end(self) -> None:
-        """Open a stream, and again if it breaks, until all chunks are written or the fetch fails."""
+        """Pull chunks over a stream, or over another one if it breaks, until the fetch ends.
+
+        Runs in a thread of its own. Errors that another stream cannot mend end the fetch.
+        """
         while not self._ended.is_set():
             try:
                 self._pull_over(self._pool.take(self._address))
@@ -149,57 +160,77 @@ class VersionFetch:
                 self._fail(error)
 
     def _pull_over(self, stream: ReceivingStream) -> None:
-        """Pull chunks over a stream until all are written, and give the stream back to the pool."""
-        requested: deque[_Piece] = deque()
+        """Pull chunks over a stream until the fetch ends.
+
+        Afterwards the stream goes back to the pool, or is closed if some of its requests are unanswered.
+        """
+        unanswered: deque[_MissingChunk] = (
+            deque()
+        )  # chunks that this stream has requested, in this order
         with self._changed:
             self._open.add(stream)
         try:
-            self._pull(stream, requested)
+            self._pull(stream, unanswered)
         except BaseException:
             stream.close()
             raise
         finally:
             with self._changed:
                 self._open.discard(stream)
-                self._waiting.extendleft(reversed(requested))
-        if requested:
+                # Back to the front of the queue, in the same order: they are among the oldest chunks.
+                self._queue.extendleft(reversed(unanswered))
+        if unanswered:
             stream.close()
         else:
             self._pool.give_back(self._address, stream)
 
-    def _pull(self, stream: ReceivingStream, requested: deque[_Piece]) -> None:
+    def _pull(self, stream: ReceivingStream, unanswered: deque[_MissingChunk]) -> None:
+        """Request, receive and write chunks until the fetch ends.
+
+        Args:
+            stream: An open stream.
+            unanswered: Chunks that were requested over the stream and not received yet. This method adds and
+                removes chunks; those that are left at the end are for other streams.
+        """
         while not self._ended.is_set():
-            self._request(stream, requested)
-            if not requested:
+            self._request(stream, unanswered)
+            if not unanswered:
                 self._ended.wait(_LOOK_S)  # a stream that breaks may give chunks back
                 continue
-            staged, index = requested[0]
-            data = stream.chunk(requested[0].length, partial(self._count, staged))
-            self._write(staged, index, data)
-            self._count_chunk(requested.popleft())
+            chunk = unanswered[0]
+            data = stream.chunk(chunk.length, partial(self._count_bytes, chunk.staged))
+            self._write(chunk.staged, chunk.chunk, data)
+            self._count_chunk(unanswered.popleft())
 
-    def _request(self, stream: ReceivingStream, requested: deque[_Piece]) -> None:
-        """Request chunks that no stream has requested, as many as this stream may."""
-        requested_bytes = sum(piece.length for piece in requested)
-        if not requested:
+    def _request(self, stream: ReceivingStream, unanswered: deque[_MissingChunk]) -> None:
+        """Request chunks from the queue until enough bytes are on their way, and add them to `unanswered`."""
+        requested_bytes = sum(chunk.length for chunk in unanswered)
+        if not unanswered:
             stream.start_measuring()
-        while len(requested) < _MOST_REQUESTED:
-            if requested_bytes >= stream.bytes_ahead and len(requested) > 1:
+        while len(unanswered) < _MOST_REQUESTED:
+            if requested_bytes >= stream.bytes_ahead and len(unanswered) > 1:
                 return
             with self._changed:
-                if not self._waiting:
+                if not self._queue:
                     return
-                piece = self._waiting.popleft()
-            requested.append(piece)
-            stream.request_chunk(piece.staged.manifest.version, piece.chunk)
-            requested_bytes += piece.length
+                chunk = self._queue.popleft()
+            unanswered.append(chunk)
+            stream.request_chunk(chunk.staged.manifest.version, chunk.chunk)
+            requested_bytes += chunk.length
 
-    def _count(self, staged: StagedVersion, count: int) -> None:
-        with self._changed:  # streams count at the same time
+    def _count_bytes(self, staged: StagedVersion, count: int) -> None:
+        """Report the bytes of a part of a chunk that has arrived."""
+        with self._changed:  # several streams call this at the same time
             self._last_byte = time.monotonic()
             self._on_bytes(staged, count)
 
     def _write(self, staged: StagedVersion, index: int, data: memoryview) -> None:
+        """Write the bytes of a chunk to the disk.
+
+        Raises:
+            DiskError: The disk is full, for example.
+            WrongDigest: The bytes do not have the SHA-256 of the manifest.
+        """
         manifest = staged.manifest
         file = manifest.files[manifest.chunks[index].file]
         try:
@@ -215,11 +246,12 @@ class VersionFetch:
                 " copy was changed; publish the weights again as a new version"
             )
 
-    def _count_chunk(self, piece: _Piece) -> None:
+    def _count_chunk(self, chunk: _MissingChunk) -> None:
+        """Count a chunk as written; wake wait_for() if it was the last one of its version."""
         with self._changed:
-            self._left[piece.staged] -= 1
-            self._left_bytes -= piece.length
-            if not self._left_bytes:
+            self._unwritten[chunk.staged] -= 1
+            self._unwritten_bytes -= chunk.length
+            if not self._unwritten_bytes:
                 self._ended.set()
-            if not self._left[piece.staged]:
+            if not self._unwritten[chunk.staged]:
                 self._changed.notify_all()

@@ -44,7 +44,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class VersionChunk(NamedTuple):
-    """Part of a file of a version."""
+    """Part of a file of a version: the unit in which the version is transferred and checked."""
 
     file: int  # index in the manifest's files
     offset: int  # in the file, in bytes
@@ -100,7 +100,7 @@ class VersionManifest:
         if not is_power or not LEAST_CHUNK_BYTES <= self.chunk_bytes <= MOST_CHUNK_BYTES:
             raise HolmesError(f"a chunk cannot have {self.chunk_bytes} bytes")
         for file in self.files:
-            count = -(-file.size // self.chunk_bytes)
+            count = -(-file.size // self.chunk_bytes)  # rounded up
             if len(file.chunks) != count:
                 raise HolmesError(
                     f"file {file.name!r} of {file.size} bytes has {count} chunks,"
@@ -109,19 +109,22 @@ class VersionManifest:
 
     @property
     def bytes(self) -> int:
-        """Return the sum of the sizes of all files."""
+        """Return the size of the version, in bytes: the sum over all of its files."""
         return sum(file.size for file in self.files)
 
     @cached_property
     def chunks(self) -> tuple[VersionChunk, ...]:
-        """Return the chunks of all files, in the order of the files."""
-        found = []
-        for index, file in enumerate(self.files):
+        """Return the chunks of all files, in the order of the files.
+
+        The index of a chunk in this tuple identifies it in requests and in the staging folder.
+        """
+        chunks = []
+        for file_index, file in enumerate(self.files):
             for number, digest in enumerate(file.chunks):
                 offset = number * self.chunk_bytes
-                length = min(self.chunk_bytes, file.size - offset)
-                found.append(VersionChunk(index, offset, length, digest))
-        return tuple(found)
+                length = min(self.chunk_bytes, file.size - offset)  # the last one may be shorter
+                chunks.append(VersionChunk(file_index, offset, length, digest))
+        return tuple(chunks)
 
     @cached_property
     def digest(self) -> str:
@@ -129,19 +132,19 @@ class VersionManifest:
         return hashlib.sha256(self.text().encode()).hexdigest()
 
     def document(self) -> dict[str, Any]:
-        """Return the manifest as a JSON document."""
+        """Return the manifest as a dictionary that can be written as JSON."""
         return asdict(self)
 
     def text(self) -> str:
-        """Return the manifest as JSON."""
+        """Return the manifest as JSON text; two manifests with the same text are the same."""
         return json.dumps(self.document(), separators=(",", ":"))
 
     @classmethod
     def of_document(cls, document: dict[str, Any], source: str) -> VersionManifest:
-        """Return the manifest in a parsed JSON document.
+        """Return the manifest that a parsed JSON document describes, after checking it.
 
         Args:
-            document: The document.
+            document: The manifest as document() returns it.
             source: Name of the sender or file, with which error messages begin.
 
         Raises:
@@ -164,7 +167,11 @@ def check_parent(version: int, parent: int) -> None:
 
 
 def chunk_bytes_of(size: int) -> int:
-    """Return the bytes of each chunk of a version of `size` bytes."""
+    """Return the size of a chunk, in bytes, for a version of `size` bytes.
+
+    Up to 512 of the smallest chunks are used. Beyond that, the size of a chunk doubles as often as necessary
+    to stay at 512 chunks, up to MOST_CHUNK_BYTES.
+    """
     chunk_bytes = LEAST_CHUNK_BYTES
     while size > chunk_bytes * _CHUNKS_BEFORE_GROWTH and chunk_bytes < MOST_CHUNK_BYTES:
         chunk_bytes *= 2
@@ -187,12 +194,12 @@ def check_file_name(name: str) -> None:
 
 def _check_paths(names: Iterable[str]) -> None:
     """Raise HolmesError if two files have the same name, or one is also the folder of another."""
-    known: set[str] = set()
+    files: set[str] = set()
     for name in names:
-        if name in known:
+        if name in files:
             raise HolmesError(f"file {name!r} occurs twice")
-        known.add(name)
-    for name in known:
+        files.add(name)
+    for name in files:
         for folder in PurePosixPath(name).parents:
-            if str(folder) in known:
+            if str(folder) in files:
                 raise HolmesError(f"{str(folder)!r} is both a file and a folder")

@@ -49,19 +49,23 @@ FAMILIES = {
 
 
 class ReceivedSample(NamedTuple):
-    """Bytes that a host has received."""
+    """Total of bytes that a host had received at one time; two samples give a rate."""
 
-    seconds: float  # by time.monotonic()
-    received: int
+    seconds: float  # time of the sample, by time.monotonic()
+    received: int  # bytes since the start of the host's process
 
 
 class Monitor:
-    """Adds rate and lag to the status of the service, from samples of it over time.
+    """Adds the rate and the lag of each receiving host to the status of the service.
+
+    The rate is that at which the host receives, from samples of its received bytes. The lag is 0 if the host
+    has the newest version; otherwise the seconds since the oldest version was published that it lacks.
 
     Args:
-        status: Returns the state of the service, without rates and lags.
-        published_at: Returns when a version was published, in seconds since 1970; None: it was removed.
-        origin: Identity of the service's store.
+        status: Returns the status of the service (WeightsService.status), without rates and lags.
+        published_at: Returns the time at which a version was published, in seconds since 1970. None: the
+            version was removed from the publisher's store.
+        origin: Random identity of the publisher's store, by which a receiving host recognizes another run.
     """
 
     def __init__(
@@ -108,17 +112,21 @@ class Monitor:
         return 8 * received / (samples[-1].seconds - samples[0].seconds)
 
     def _lag_s(self, newest: int | None, published: list[int]) -> float:
-        """Return for how long a version has been published that a host does not have, in seconds.
+        """Return the lag of a host: seconds since the oldest version was published that it lacks.
 
         Args:
             newest: Newest complete version of the host; None: it has none.
             published: All published versions, in ascending order.
+
+        Returns:
+            0.0 if the host has the newest version.
         """
         for version in published:
-            if newest is None or version > newest:
-                published_at = self._published_at(version)
-                if published_at is not None:
-                    return max(0.0, time.time() - published_at)
+            if newest is not None and version <= newest:
+                continue
+            published_at = self._published_at(version)
+            if published_at is not None:  # not removed meanwhile
+                return max(0.0, time.time() - published_at)
         return 0.0
 
     def collect(self) -> Iterator[Any]:
@@ -135,14 +143,21 @@ class Monitor:
                 yield metric
 
     def take(self, document: dict[str, Any]) -> None:
-        """Do nothing: collect() reads the current state."""
+        """Do nothing. export() calls it with new documents, but collect() reads the current state."""
 
 
 def metric_values(status: dict[str, Any]) -> dict[str, dict[tuple[str, ...], float]]:
-    """Return the values of all metrics: name -> values of the labels -> value.
+    """Return the values of all metrics.
 
-    Processes with the same host name at the same site, as in containers, count as one host: its versions are
-    the oldest of theirs, its bytes the sum.
+    Several processes at a site may have the same host name, as in containers. They count as one host: of
+    versions it has the lowest number, of lags the largest, of bytes and rates the sum.
+
+    Args:
+        status: What Monitor.status() returns.
+
+    Returns:
+        For each metric of FAMILIES: values of the labels -> value of the metric. For example
+        {"holmes_weights_staged_version": {("east", "node0"): 12}}, with the labels site and host.
     """
     values: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
     if status["versions"]:
@@ -171,7 +186,13 @@ def metric_values(status: dict[str, Any]) -> dict[str, dict[tuple[str, ...], flo
 
 @contextlib.contextmanager
 def monitored(monitor: Monitor, environ: Mapping[str, str]) -> Iterator[None]:
-    """ReceivedSample the state of all hosts while the block runs, and export metrics if the user wants them.
+    """Sample the received bytes of all hosts in a thread while the block runs.
+
+    If HOLMES_WEIGHTS_METRICS is set, metrics are exported during this time, too.
+
+    Args:
+        monitor: Gets the samples, and gives the metrics.
+        environ: Environment variables.
 
     Raises:
         HolmesError: HOLMES_WEIGHTS_METRICS cannot be used.
@@ -201,6 +222,7 @@ def monitored(monitor: Monitor, environ: Mapping[str, str]) -> Iterator[None]:
 
 
 def _check_destination(destination: str) -> None:
+    """Raise HolmesError if HOLMES_WEIGHTS_METRICS is neither an address nor a file."""
     is_address = 0 < parse_address(destination).port < _MOST_PORTS
     if not is_address and not destination.endswith(".prom"):
         raise HolmesError(

@@ -1,8 +1,10 @@
 """Identity of a store of versions: a receiving host accepts versions of one store only.
 
-Each run numbers its versions anew, so a folder with versions of an earlier run would seem to have those of
-this one. The file DIR/.holmes/origin has the random identity of the store: of the publisher's own store, or
-at a receiving host of the store from which its versions came.
+Each run numbers its versions anew. So a folder with versions 1 to 5 of an earlier run would seem to have
+versions 1 to 5 of this run. To tell runs apart, the publisher's store has a random identity, its origin:
+
+    in the publisher's store    DIR/.holmes/origin has this identity; it is made when the service starts first
+    at a receiving host         DIR/.holmes/origin has the identity of the store from which the versions come
 """
 
 from __future__ import annotations
@@ -24,10 +26,15 @@ _RETRY_S = 0.5
 
 
 def origin_of(store: VersionStore) -> str:
-    """Return the identity of a publisher's store; the first call makes it.
+    """Return the identity of a publisher's store.
+
+    If the store has no identity yet, a random one is made and written to the file DIR/.holmes/origin.
+
+    Returns:
+        The identity: 32 hexadecimal digits.
 
     Raises:
-        HolmesError: The store cannot be written to.
+        HolmesError: The file cannot be read or written.
     """
     origin = _recorded_origin(store)
     if not origin:
@@ -37,7 +44,13 @@ def origin_of(store: VersionStore) -> str:
 
 
 def check_origin(store: VersionStore, origin: str) -> None:
-    """Accept an empty store for versions of an origin, or one that has versions of that origin.
+    """Raise an error if a receiving host's store has versions of another run.
+
+    A store without versions takes over the origin.
+
+    Args:
+        store: Store of the receiving host.
+        origin: Identity of the publisher's store to which the host connects.
 
     Raises:
         HolmesError: The store has versions of another origin, or cannot be written to.
@@ -53,28 +66,46 @@ def check_origin(store: VersionStore, origin: str) -> None:
 
 
 def ask_origin(place: JoinPlace) -> str:
-    """Return the identity of the service's store, after waiting until the service can be reached.
+    """Return the identity of the publisher's store, which the status of the service contains.
+
+    Tries again for as long as the service cannot be reached.
+
+    Args:
+        place: Address of `holmes join serve`, and the certificate of this site.
 
     Raises:
         Refused: The service rejects this site.
-        HolmesError: It serves no weights.
+        HolmesError: The process at the address serves no weights.
     """
-    while True:
+    weights_status = None
+    is_answered = False
+    while not is_answered:
         try:
-            deadline = Deadline(HANDSHAKE_S, "the service's status")
-            channel = place.call({"purpose": "status"}, deadline)
-            try:
-                status = channel.receive(deadline).get("weights")
-            finally:
-                channel.close()
+            weights_status = _read_weights_status(place)
+            is_answered = True
         except OSError:
             time.sleep(_RETRY_S)
-            continue
-        if not isinstance(status, dict) or not isinstance(status.get("origin"), str):
-            raise HolmesError(
-                "the service sends no weights; install the same holmes_ext there, and restart it"
-            )
-        return str(status["origin"])
+    if not isinstance(weights_status, dict) or not isinstance(weights_status.get("origin"), str):
+        raise HolmesError(
+            "the service sends no weights; install the same holmes_ext there, and restart it"
+        )
+    return str(weights_status["origin"])
+
+
+def _read_weights_status(place: JoinPlace) -> object:
+    """Return what the status of `holmes join serve` has on weights; None: nothing.
+
+    Raises:
+        OSError: The process cannot be reached.
+    """
+    deadline = Deadline(HANDSHAKE_S, "the service's status")
+    channel = place.call({"purpose": "status"}, deadline)
+    try:
+        status = channel.receive(deadline)
+    finally:
+        channel.close()
+    weights_status: object = status.get("weights")
+    return weights_status
 
 
 def _origin_file(store: VersionStore) -> Path:
@@ -82,7 +113,7 @@ def _origin_file(store: VersionStore) -> Path:
 
 
 def _recorded_origin(store: VersionStore) -> str:
-    """Return the identity in the store; "": it has none."""
+    """Return the identity that the file DIR/.holmes/origin has; "": there is no such file."""
     try:
         return _origin_file(store).read_text()
     except FileNotFoundError:

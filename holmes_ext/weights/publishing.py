@@ -37,7 +37,7 @@ KEEP = 8
 
 
 class _Stamp(NamedTuple):
-    """What changes if a file is written to or replaced."""
+    """State of a file; it changes if the file is written to or replaced."""
 
     size: int  # in bytes
     modified_ns: int
@@ -119,7 +119,7 @@ def _check_numbers(store: VersionStore, version: int, parent: int | None) -> Non
 
 
 def _stamps_of(folder: Path) -> dict[str, _Stamp]:
-    """Return the files of a folder: name relative to the folder -> what shows a change.
+    """Return the state of each file of a folder: name relative to the folder -> stamp of the file.
 
     Raises:
         HolmesError: The folder has no files, too many, or links; or it cannot be read.
@@ -161,7 +161,19 @@ def _stamp(state: os.stat_result) -> _Stamp:
 def _copy(
     folder: Path, stamps: dict[str, _Stamp], store: VersionStore, version: int, parent: int | None
 ) -> VersionManifest:
-    """Copy the files of a folder to a temporary folder of the store, and make the version appear."""
+    """Copy the files of a folder into a store as a version, which readers see when all files are complete.
+
+    Args:
+        folder: The folder.
+        stamps: Stamps of its files before copying.
+        store: The store.
+        version: Number of the version.
+        parent: Version to which the folder is a delta; None: it is a full version.
+
+    Raises:
+        HolmesError: The folder has changed since the stamps were taken.
+        OSError: The files cannot be written.
+    """
     partial = store.publishing(version)
     try:
         files = []
@@ -189,14 +201,14 @@ def _copy_file(
 
     Args:
         folder: Folder of the file.
-        name: Its name, relative to the folder.
-        stamp: What the file was before.
+        name: Name of the file, relative to the folder.
+        stamp: State of the file when publishing began.
         target_folder: Folder of the copy.
         chunk_bytes: Bytes of each chunk of the version.
 
     Raises:
-        HolmesError: The file is not as `stamp` says any more.
-        OSError: It cannot be copied.
+        HolmesError: The file has changed since the stamp was taken.
+        OSError: The file cannot be copied.
     """
     target = target_folder / name
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -29,11 +29,16 @@ _BULK = 2
 
 
 class RateLimit:
-    """Limit that all threads which call take() share. Thread-safe.
+    """Limit on the rate of weights that all sending or receiving threads of a process share. Thread-safe.
+
+    A thread calls take() before it sends or receives some bytes. take() waits as long as the limit demands,
+    and also while training exchanges data. These pauses have a budget, so that training which always
+    exchanges data does not stop the weights. At first the budget is PAUSE_S seconds. A second of pause takes
+    a second from it. A second without a pause gives a second back, up to PAUSE_S.
 
     Args:
         bits_per_second: The limit; 0: none.
-        is_training_sending: Returns whether training exchanges data now, which goes first.
+        is_training_sending: Returns whether training exchanges data now.
     """
 
     def __init__(
@@ -44,35 +49,42 @@ class RateLimit:
         self._bytes_per_second = bits_per_second / 8
         self._is_training_sending = is_training_sending
         self._lock = threading.Lock()
-        self._free_at = 0.0  # time at which all bytes that were taken are through
-        self._looked_at = time.monotonic()
-        self._is_paused = False
-        self._pause_left_s = PAUSE_S  # grows while there is no pause
+        # Time at which the link has sent all bytes of former calls of take(), at the limit's rate.
+        self._link_free_at = 0.0
+        self._is_paused = False  # since the last call of _must_pause()
+        self._pause_checked_at = time.monotonic()  # time of that call
+        self._pause_budget_s = PAUSE_S  # seconds for which sending may still pause
 
     def take(self, count: int) -> None:
-        """Wait until `count` more bytes may pass."""
+        """Wait until `count` more bytes may be sent or received."""
         while self._must_pause():
             time.sleep(_LOOK_S)
         if not self._bytes_per_second:
             return
         with self._lock:
             now = time.monotonic()
-            self._free_at = max(self._free_at, now - _BURST_S) + count / self._bytes_per_second
-            wait_s = self._free_at - now
+            # After an idle time, _BURST_S seconds of traffic may pass at once.
+            begins_at = max(self._link_free_at, now - _BURST_S)
+            self._link_free_at = begins_at + count / self._bytes_per_second
+            wait_s = self._link_free_at - now
         if wait_s > 0:
             time.sleep(wait_s)
 
     def _must_pause(self) -> bool:
-        is_sending = self._is_training_sending()
+        """Return whether weights must wait for training now: it exchanges data, and the budget has time left.
+
+        Also updates the budget of pauses for the time since the last call.
+        """
+        is_training_sending = self._is_training_sending()
         with self._lock:
             now = time.monotonic()
-            elapsed_s = now - self._looked_at
-            self._looked_at = now
+            elapsed_s = now - self._pause_checked_at
+            self._pause_checked_at = now
             if self._is_paused:
-                self._pause_left_s -= elapsed_s
+                self._pause_budget_s -= elapsed_s
             else:
-                self._pause_left_s = min(PAUSE_S, self._pause_left_s + elapsed_s)
-            self._is_paused = is_sending and self._pause_left_s > 0
+                self._pause_budget_s = min(PAUSE_S, self._pause_budget_s + elapsed_s)
+            self._is_paused = is_training_sending and self._pause_budget_s > 0
             return self._is_paused
 
 

@@ -2,8 +2,11 @@
 
     main thread      reports to the service, and commits the version that it names
     transfer thread  pulls missing versions, oldest first, from the service or from a host of the same site
-    streams          opened before they are needed, and kept (streams.py)
+    streams          connections for chunks: opened before they are needed, and kept (streams.py)
     listener         sends versions to other hosts of the same site, also while they arrive
+
+Staged versions are complete in the folder; the committed one is in use. A source is the process from which
+this host pulls: a host of the same site with the address HOST:PORT, or with the address "" the service.
 
 A broken connection is opened again. A transfer that breaks goes on with the chunks that are missing, also
 after a restart of this process or of the service.
@@ -23,13 +26,7 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import JoinPlace
 from holmes_ext.join.sockets.channel import Channel
-from holmes_ext.join.sockets.handshake import (
-    HANDSHAKE_S,
-    NotHolmes,
-    Refused,
-    answer,
-    call,
-)
+from holmes_ext.join.sockets.handshake import HANDSHAKE_S, NotHolmes, Refused, answer, call
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import Guest, Listener, address_text, split_address
 from holmes_ext.weights.exchange import PURPOSE, ReceivingStream, SendingStream
@@ -50,8 +47,10 @@ _NEWS_S = 2.0
 _BUSY_S = 0.5
 #: Seconds without a byte after which a host of the same site is given up if its connections break.
 _SITE_STALL_S = 2.0
-#: Transfers after which a host of the same site is given up that does not get the version itself.
+#: Failed transfers in which a host of the same site had nothing to send, after which it is not used any more.
 _MOST_REFUSALS = 3
+#: Most hosts of the same site that a report names as unreachable.
+_MOST_UNREACHABLE = 8
 #: Connections from other hosts of the site at a time.
 _MOST_GUESTS = 256
 
@@ -70,13 +69,13 @@ class ReceiverSettings:
 
 @dataclass
 class VersionTransfer:
-    """Version that is pulled now."""
+    """Progress of one version that this host pulls."""
 
-    staged: StagedVersion
-    is_over_wan: bool
-    missing_bytes: int  # when the transfer began
-    written_bytes: int  # of the version, with those of earlier tries
-    started: float = field(default_factory=time.monotonic)
+    staged: StagedVersion  # the version, with its manifest and its files
+    is_over_wan: bool  # from the service; False: from a host of the same site
+    missing_bytes: int  # bytes of the version that were missing when the transfer began
+    written_bytes: int  # bytes of the version that are written, with those of earlier transfers
+    started: float = field(default_factory=time.monotonic)  # time at which it began
 
     @property
     def manifest(self) -> VersionManifest:
@@ -120,15 +119,15 @@ class WeightsReceiver:
         self._pool = StreamPool(self._dial, settings.streams)
         self._arriving = ArrivingVersions()
         self._channel: Channel | None = None  # to the service, for reports
-        self._seen = ""  # token of the answer that was received last
-        self._unreachable: tuple[str, ...] = ()
-        self._refusals: Counter[str] = (
-            Counter()
-        )  # HOST:PORT of a host of the site -> transfers in which it sent nothing
-        self._received = 0
-        self._received_wan = 0
+        # Token of the service's last answer. The service waits with the next one until its token differs.
+        self._seen = ""
+        self._unreachable: tuple[str, ...] = ()  # HOST:PORT of hosts of the site
+        # HOST:PORT of a host of the site -> number of transfers in which it had nothing to send.
+        self._refusals: Counter[str] = Counter()
+        self._received = 0  # bytes of chunks since the start
+        self._received_wan = 0  # of them from the service
         self.transfer: VersionTransfer | None = None  # shown by the progress line
-        self._pulling: threading.Thread | None = None
+        self._pulling: threading.Thread | None = None  # the latest transfer thread
         self._error: HolmesError | None = None  # of the transfer thread, which ends this process
         self._ended = threading.Event()
 
@@ -202,7 +201,12 @@ class WeightsReceiver:
         return report
 
     def _follow(self, reply: dict[str, Any]) -> bool:
-        """Commit and pull what the service says; return whether run() is done."""
+        """Commit a version, and begin to pull versions, as the answer of the service says.
+
+        Returns:
+            Whether run() should return: with `is_once`, all required versions are staged, and the committed
+            one is in use.
+        """
         versions = [version for version in reply["versions"] if isinstance(version, int)]
         commit = reply.get("commit")
         self._commit(commit)
@@ -236,21 +240,19 @@ class WeightsReceiver:
 
         Args:
             source: Address of the source, and the versions to pull from it; see Source.
-            required: What this host should have.
+            required: Versions that this host should have, oldest first.
             documents: Manifests of some of these versions, from the service.
         """
         address = str(source.get("address"))
-        named = source.get("versions")
-        missing = [
-            version
-            for version in (named if isinstance(named, list) else ())
-            if isinstance(version, int) and not self._store.has(version)
-        ]
+        missing: list[int] = []
+        for version in _list_or_empty(source.get("versions")):
+            if isinstance(version, int) and not self._store.has(version):
+                missing.append(version)
         if not missing:
             self._pool.open_ahead(address)
             return
         manifests: dict[int, VersionManifest] = {}
-        for document in documents if isinstance(documents, list) else ():
+        for document in _list_or_empty(documents):
             manifest = VersionManifest.of_document(document, "the service: a version")
             manifests[manifest.version] = manifest
         self._pulling = threading.Thread(
@@ -277,42 +279,51 @@ class WeightsReceiver:
             manifests: Manifests that are known already.
         """
         try:
-            staged = self._stage(
-                [
-                    manifests.get(version) or self._manifest_from(address, version)
-                    for version in missing
-                ]
-            )
+            needed_manifests = [
+                manifests.get(number) or self._manifest_from(address, number) for number in missing
+            ]
+            versions = self._stage(needed_manifests)
             try:
-                self._pull_staged(address, staged, required)
+                self._pull_chunks(address, versions, required)
             finally:
-                for version in staged:
+                for version in versions:
                     version.close()
                     self._arriving.remove(version)
         except DiskError as error:
             self._error = error
         except (OSError, HolmesError) as error:
-            self._give_up(address, error)
+            self._handle_failure(address, error)
         finally:
             self.transfer = None
 
-    def _give_up(self, address: str, error: Exception) -> None:
-        """Handle a failed transfer: use another source, or end this process if that cannot help."""
-        is_refused = isinstance(error, Refused | QuietSource)
-        self._refusals[address] += is_refused
-        # A host refuses a version that has not arrived there in time: it is tried again.
-        if address and is_refused and self._refusals[address] < _MOST_REFUSALS:
-            pass
-        elif address:
-            self._unreachable = (*self._unreachable, address)[-8:]
-        elif isinstance(error, HolmesError) and not is_refused:
-            self._error = error  # another try would get the same bytes
-            return
+    def _handle_failure(self, address: str, error: Exception) -> None:
+        """Handle a failed transfer: prepare for the next one, or end this process if that cannot help.
+
+            a host of the site has no bytes yet    it is tried again, a few times
+            any other error of a host of the site  it is reported as unreachable, to get another source
+            wrong bytes from the service           this process ends with the error
+            any other error of the service         the service is tried again
+
+        Args:
+            address: HOST:PORT of the source, a host of the site; "": the service.
+            error: Why the transfer failed.
+        """
+        # A host of the site refuses a version that has not arrived there in time.
+        has_nothing_to_send = isinstance(error, Refused | QuietSource)
+        if has_nothing_to_send:
+            self._refusals[address] += 1
+        is_from_service = not address
+        if is_from_service:
+            if isinstance(error, HolmesError) and not has_nothing_to_send:
+                self._error = error  # another transfer would get the same bytes
+                return
+        elif not has_nothing_to_send or self._refusals[address] >= _MOST_REFUSALS:
+            self._unreachable = (*self._unreachable, address)[-_MOST_UNREACHABLE:]
         self._tell({"event": "broken", "source": address or "service", "reason": why(error)})
         self._ended.wait(_RETRY_S)
 
     def _manifest_from(self, address: str, version: int) -> VersionManifest:
-        """Return the manifest of a version from a source."""
+        """Request the manifest of a version from the source with an address, and return it."""
         stream = self._pool.take(address)
         try:
             manifest = stream.manifest(version)
@@ -323,48 +334,64 @@ class WeightsReceiver:
         return manifest
 
     def _stage(self, manifests: Sequence[VersionManifest]) -> list[StagedVersion]:
-        """Return the staging folders of versions.
+        """Make the staging folders of versions, and reserve their space on the disk.
 
         Raises:
-            DiskError: There is too little space, for example. Then no empty folder stays.
+            DiskError: There is too little space, for example. Folders without any chunk were removed.
         """
-        staged: list[StagedVersion] = []
+        versions: list[StagedVersion] = []
         try:
             for manifest in manifests:
-                staged.append(self._store.stage(manifest))
+                versions.append(self._store.stage(manifest))
         except (OSError, HolmesError) as error:
-            for version in staged:
-                is_empty = version.missing_bytes == version.manifest.bytes
+            for version in versions:
+                has_no_chunk = version.missing_bytes == version.manifest.bytes
                 version.close()
-                if is_empty:
+                if has_no_chunk:
                     version.drop()
             if isinstance(error, OSError):
                 raise _disk_error(self._store, error) from None
             raise DiskError(str(error)) from None
-        return staged
+        return versions
 
-    def _pull_staged(
-        self, address: str, staged: Sequence[StagedVersion], required: list[int]
+    def _pull_chunks(
+        self, address: str, versions: Sequence[StagedVersion], required: list[int]
     ) -> None:
-        """Pull versions from a source, and let each appear in the folder as soon as it is complete.
+        """Pull the missing chunks of versions. Move each version to its final folder once it is complete.
+
+        Args:
+            address: HOST:PORT of the source, a host of the site; "": the service.
+            versions: Versions to pull, in their staging folders, oldest first.
+            required: Numbers of the versions that must not be removed from the folder.
 
         Raises:
             OSError: The source cannot be reached.
-            HolmesError: See VersionFetch.wait_for().
+            WrongDigest: The source has other bytes than the manifest says.
+            DiskError: A version cannot be written.
+            HolmesError: The source refuses this host, or has removed a version.
         """
+        is_from_service = not address
         transfers: dict[StagedVersion, VersionTransfer] = {}
-        for version in staged:
+        for version in versions:
             self._arriving.add(version)
             missing_bytes = version.missing_bytes
-            written_bytes = version.manifest.bytes - missing_bytes
-            transfers[version] = VersionTransfer(version, not address, missing_bytes, written_bytes)
+            transfers[version] = VersionTransfer(
+                version,
+                is_over_wan=is_from_service,
+                missing_bytes=missing_bytes,
+                written_bytes=version.manifest.bytes - missing_bytes,
+            )
+
+        def on_bytes(version: StagedVersion, count: int) -> None:
+            self._count(transfers[version], count)
+
         fetch = VersionFetch(
-            staged,
+            versions,
             self._pool,
             address,
             self._settings.streams,
-            lambda version, count: self._count(transfers[version], count),
-            stall_s=_SITE_STALL_S if address else STALL_S,
+            on_bytes,
+            stall_s=STALL_S if is_from_service else _SITE_STALL_S,
         )
         fetch.start()
         try:
@@ -375,15 +402,15 @@ class WeightsReceiver:
                 self._finish(transfer, address)
                 self._store.remove_old(self._settings.keep, protected=required)
         except WrongDigest:
-            fetch.stop()
-            for version in staged:
+            fetch.stop()  # before the files are removed to which its threads write
+            for version in versions:
                 version.drop()
             raise
         finally:
             fetch.stop()
 
     def _finish(self, transfer: VersionTransfer, address: str) -> None:
-        """Let a version appear in the folder whose chunks are all written."""
+        """Move a version, of which all chunks are written, to its final folder, and report it as staged."""
         try:
             transfer.staged.finish()
         except OSError as error:
@@ -401,13 +428,22 @@ class WeightsReceiver:
         )
 
     def _count(self, transfer: VersionTransfer, count: int) -> None:
+        """Count bytes of a version that have arrived."""
         transfer.written_bytes += count
         self._received += count
         if transfer.is_over_wan:
             self._received_wan += count
 
     def _dial(self, address: str) -> ReceivingStream:
-        """Open a stream to HOST:PORT of a host of the site; "": to the service."""
+        """Open a stream to a source.
+
+        Args:
+            address: HOST:PORT of another host of the site; "": the service.
+
+        Raises:
+            OSError: The source cannot be reached.
+            Refused: The source refuses this process.
+        """
         if not address:
             return ReceivingStream(self._call_service(), "the service", self._limit)
         host, port = split_address(address)
@@ -419,6 +455,7 @@ class WeightsReceiver:
         return self._place.call(self._purpose(), Deadline(HANDSHAKE_S, "the service's handshake"))
 
     def _purpose(self) -> dict[str, Any]:
+        """Return what this host says in the handshake of each connection. The "job" is the site's name."""
         return {"purpose": PURPOSE, "job": self._site, "incarnation": self._host_id}
 
     def _disconnect(self) -> None:
@@ -427,7 +464,13 @@ class WeightsReceiver:
             self._channel = None
 
     def _serve_guest(self, guest: Guest) -> None:
-        """Send versions to another host of the same site, in the thread of its connection."""
+        """Send manifests and chunks to another host of the same site, until its connection ends.
+
+        Runs in the thread of the connection, which ends with the OSError of a lost connection.
+
+        Args:
+            guest: Connection that the listener has accepted, before its handshake.
+        """
         deadline = Deadline(HANDSHAKE_S, "the handshake")
         try:
             channel, purpose, _ = answer(
@@ -435,12 +478,18 @@ class WeightsReceiver:
             )
         except (NotHolmes, Refused):
             return
-        is_of_site = purpose.get("job") == self._site and purpose.get("purpose") == PURPOSE
-        if not is_of_site or not guest.admit():
-            return
+        if purpose.get("job") != self._site or purpose.get("purpose") != PURPOSE:
+            return  # of another site, or not for weights
+        if not guest.admit():
+            return  # too many hosts are connected
         stream = SendingStream(channel, self._store, RateLimit(), arriving=self._arriving)
         while not self._ended.is_set():
             stream.answer(stream.next_request())
+
+
+def _list_or_empty(value: object) -> list[Any]:
+    """Return a value of a parsed JSON document if it is a list; otherwise an empty list."""
+    return value if isinstance(value, list) else []
 
 
 def _disk_error(store: VersionStore, error: OSError) -> DiskError:

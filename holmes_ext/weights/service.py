@@ -6,9 +6,15 @@ A receiving host keeps one connection for reports, and opens others for chunks w
         -> {"token": TOKEN, "versions": [...], "commit": N or null, "source":
             {"address": ..., "versions": [...]}, "manifests": [...]}
 
-The answer comes as soon as it differs from the one that the host has seen, or after `wait` seconds. So the
-news of a version reach all sites one way's time after it was published, with the manifests of the versions
-that the host should pull from the service.
+    report     state of the host: class HostReport
+    token      text that is equal for equal answers; "seen" is the token of the last answer to the host
+    versions   numbers of the versions that the host should have
+    commit     number of the version that the host should use
+    source     process from which the host should pull, and the versions to pull: class Source
+    manifests  of the versions to pull, if the service is the source
+
+The answer comes as soon as its token differs from the one that the host has seen, or after `wait` seconds. So
+the news of a version needs only the one-way delay of the network to reach a site.
 """
 
 from __future__ import annotations
@@ -47,8 +53,8 @@ _MOST_WAIT_S = 5.0
 #: folders, and at their content.
 _LOOK_S = 0.01
 _WHOLE_LOOK_S = 0.5
-#: Chunks of all versions whose manifests come with an answer. The host requests longer ones.
-_MOST_TOLD_CHUNKS = 10_000
+#: Most chunks of the manifests that one answer contains, together. The host requests the other manifests.
+_MOST_CHUNKS_IN_ANSWER = 10_000
 #: Seconds after the start in which hosts of an earlier service may come back before a version is committed.
 _GRACE_S = 3.0
 #: Connections of one site at a time.
@@ -57,8 +63,18 @@ _MOST_OF_SITE = 256
 
 @contextlib.contextmanager
 def serve_weights(server: CoordinatorServer) -> Iterator[None]:
-    """Answer connections for weights while the coordinator runs."""
-    limit = RateLimit(_bits_per_second(os.environ.get), lambda: server.is_exchanging)
+    """Run the service of weights, as a part of `holmes join serve`, while the block runs.
+
+    The server gives the service all connections with the purpose PURPOSE, and includes the service's status
+    in its own. Weights are not sent while joined jobs exchange data (RateLimit).
+
+    Args:
+        server: The server of `holmes join serve`.
+
+    Raises:
+        HolmesError: The store, or an environment variable, cannot be used.
+    """
+    limit = RateLimit(_rate_limit_of(os.environ.get), lambda: server.is_exchanging)
     store = store_of_run(os.environ, server.port)
     service = WeightsService(store, limit)
     monitor = Monitor(service.status, service.published_at, origin_of(store))
@@ -74,21 +90,29 @@ def serve_weights(server: CoordinatorServer) -> Iterator[None]:
         thread.join()
 
 
-def _bits_per_second(value_of: Callable[[str], str | None]) -> float:
+def _rate_limit_of(value_of: Callable[[str], str | None]) -> float:
     """Return the limit in HOLMES_WEIGHTS_RATE in bits/s; 0: there is none.
 
     Args:
-        value_of: Returns the value of a variable, or None.
+        value_of: Returns the value of an environment variable, or None if it is not set.
 
     Raises:
-        HolmesError: It is no rate, or too low.
+        HolmesError: The value is no rate, or below the least limit.
     """
     text = value_of(RATE_VARIABLE)
     return checked_rate(text, RATE_VARIABLE) if text else 0.0
 
 
 def checked_rate(text: str, where: str) -> int:
-    """Return a limit on the rate in bits/s; HolmesError, which begins with `where`: it is too low."""
+    """Return a limit on the rate of weights, in bits/s.
+
+    Args:
+        text: The limit, such as "400Mb/s".
+        where: Name of the option or variable, with which error messages begin.
+
+    Raises:
+        HolmesError: The text is no rate, or the rate is below LEAST_BITS_PER_S.
+    """
     rate = parse_rate(text, where)
     if rate < LEAST_BITS_PER_S:
         raise HolmesError(
@@ -113,18 +137,20 @@ class WeightsService:
         self._changed = threading.Condition()  # also the lock of the fields below
         self._connections: Counter[str] = Counter()  # site -> open connections
         self._sent: Counter[str] = Counter()  # site -> bytes of chunks
-        self._reporting: dict[
-            str, Channel
-        ] = {}  # id of a host -> its latest connection for reports
+        # Id of a host -> its latest connection for reports. A host is gone when this connection ends.
+        self._reporting: dict[str, Channel] = {}
         self._ended = threading.Event()
-        self._versions: list[int] = []
+        self._versions: list[int] = []  # published, in ascending order
         self._required: list[int] = []  # versions that each host should have, oldest first
+        # Nothing is committed before this time: hosts of an earlier service may not have connected again.
         self._commit_after = time.monotonic() + _GRACE_S
         if store.wanted == store.current:
             self._commit_after = 0.0
-        self._is_reported = False  # hosts have reported news since the last look
-        self._problem = ""  # of the store, which was printed
-        self._manifests: dict[int, VersionManifest] = {}  # of the versions that were told to hosts
+        self._has_news = False  # hosts have reported news since the last look at the store
+        self._printed_problem = ""  # problem of the store that was printed last
+        self._manifests: dict[
+            int, VersionManifest
+        ] = {}  # version -> manifest that was sent to hosts
         self._look()
 
     def close(self) -> None:
@@ -140,16 +166,16 @@ class WeightsService:
         while not self._ended.wait(_LOOK_S):
             with contextlib.suppress(OSError):  # _look() prints it
                 before, stamp = stamp, self._store.stamp()
-                is_changed = stamp != before or self._is_reported
+                is_changed = stamp != before or self._has_news
                 if not is_changed and time.monotonic() - looked < _WHOLE_LOOK_S:
                     continue
             looked = time.monotonic()
             self._look()
 
     def _look(self) -> None:
-        """Read what the store has, forget silent hosts, and commit a version if all sites have it."""
+        """Read the versions in the store, forget silent hosts, and commit the wanted version if possible."""
         with self._changed:
-            self._is_reported = False
+            self._has_news = False
             try:
                 versions = self._store.versions()
                 if versions != self._versions:
@@ -157,20 +183,24 @@ class WeightsService:
                     for version in self._manifests.keys() - set(versions):
                         del self._manifests[version]
                     self._changed.notify_all()
-                self._required = self._chains()
+                self._required = self._required_versions()
                 self._sites.forget_silent(time.monotonic())
                 self._commit_if_staged()
             except (OSError, HolmesError) as error:
-                self._tell_problem(f"weights in {self._store.path}: {why(error)}")
+                self._print_problem(f"weights in {self._store.path}: {why(error)}")
 
-    def _tell_problem(self, problem: str) -> None:
-        """Print a problem of the store once."""
-        if problem != self._problem:
+    def _print_problem(self, problem: str) -> None:
+        """Print a problem of the store, unless it was the last one that was printed."""
+        if problem != self._printed_problem:
             tell_user(problem)
-        self._problem = problem
+        self._printed_problem = problem
 
-    def _chains(self) -> list[int]:
-        """Return the newest version, the wanted one, and all versions to which they are deltas."""
+    def _required_versions(self) -> list[int]:
+        """Return the versions that each host should have, in ascending order.
+
+        They are the newest published version, the one that the publisher wants to be committed, and the one
+        that is committed now. If such a version is a delta, all versions of its chain are included.
+        """
         required: set[int] = set()
         for version in (*self._versions[-1:], self._store.wanted, self._store.current):
             if version in self._versions:
@@ -179,7 +209,10 @@ class WeightsService:
         return sorted(required)
 
     def _commit_if_staged(self) -> None:
-        """Commit the wanted version if all hosts in step have staged it. The caller holds the lock."""
+        """Commit the wanted version if all hosts that use the current one have staged it.
+
+        The caller holds the lock.
+        """
         wanted = self._store.wanted
         current = self._store.current
         if wanted is None or wanted == current or wanted not in self._versions:
@@ -194,8 +227,8 @@ class WeightsService:
 
         Args:
             channel: The connection.
-            site: Name in the certificate of the caller.
-            host_id: Identifies the process of the caller.
+            site: Name in the certificate of the receiving host.
+            host_id: Random id of the host's process.
         """
         with self._changed:
             is_full = self._connections[site] >= _MOST_OF_SITE
@@ -229,33 +262,46 @@ class WeightsService:
             self._sent[site] += count
 
     def _report_reply(self, site: str, host_id: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a report, after waiting for news."""
+        """Record the report of a host. Return the answer once it differs from the one that the host has seen.
+
+        Args:
+            site: Site of the host.
+            host_id: Random id of the host's process.
+            request: The report, as the top of this module shows it. If there is no news within its "wait"
+                seconds, the answer is the one that the host has seen already.
+        """
         document = request.get("report")
+        if not isinstance(document, dict):
+            document = {}
         try:
-            report = Table(document if isinstance(document, dict) else {}, "a report").into(
-                HostReport
-            )
+            report = Table(document, "a report").into(HostReport)
         except HolmesError as error:
             return {"error": str(error)}
         wait = request.get("wait")
-        wait_s = min(float(wait), _MOST_WAIT_S) if isinstance(wait, (int, float)) else 0.0
+        wait_s = 0.0
+        if isinstance(wait, (int, float)):
+            wait_s = min(float(wait), _MOST_WAIT_S)
         end = time.monotonic() + wait_s
         with self._changed:
             if self._sites.report(host_id, site, report, time.monotonic()):
-                self._is_reported = True
+                self._has_news = True
                 self._changed.notify_all()  # other hosts of the site may pull from this one
             while True:
-                reply = self._reply_to(host_id)
-                left_s = end - time.monotonic()
+                reply = self._instructions_for(host_id)
                 is_new = reply["token"] != request.get("seen")
                 if is_new:
                     reply["manifests"] = self._manifests_for(reply)
-                if is_new or left_s <= 0 or self._ended.is_set():
+                    return reply
+                left_s = end - time.monotonic()
+                if left_s <= 0 or self._ended.is_set():
                     return reply
                 self._changed.wait(left_s)
 
-    def _reply_to(self, host_id: str) -> dict[str, Any]:
-        """Return what a host should do now. The caller holds the lock."""
+    def _instructions_for(self, host_id: str) -> dict[str, Any]:
+        """Return the answer to a host, without manifests: what it should pull, from where, and commit.
+
+        The caller holds the lock.
+        """
         current = self._store.current
         source = self._sites.source(host_id, self._required)
         return {
@@ -268,26 +314,31 @@ class WeightsService:
     def _manifests_for(self, reply: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the manifests of the versions that a host should pull from the service.
 
-        Long ones are left out: the host requests them. The caller holds the lock.
+        They spare the host a round trip. They have at most _MOST_CHUNKS_IN_ANSWER chunks together; the host
+        requests the others. The caller holds the lock.
+
+        Args:
+            reply: The answer to the host, with the source from which it should pull.
         """
         documents: list[dict[str, Any]] = []
-        if reply["source"]["address"]:
-            return documents  # it gets them from the host that it pulls from
-        left = _MOST_TOLD_CHUNKS
+        is_service_source = not reply["source"]["address"]
+        if not is_service_source:
+            return documents  # the host requests them from the host of its site from which it pulls
+        chunks_left = _MOST_CHUNKS_IN_ANSWER
         for version in reply["source"]["versions"]:
             try:
                 manifest = self._manifests.get(version) or self._store.manifest(version)
             except HolmesError:
-                break  # it was removed meanwhile
-            self._manifests[version] = manifest
-            left -= len(manifest.chunks)
-            if left < 0:
+                break  # the version was removed meanwhile
+            self._manifests[version] = manifest  # kept, because other hosts will need it, too
+            chunks_left -= len(manifest.chunks)
+            if chunks_left < 0:
                 break
             documents.append(manifest.document())
         return documents
 
     def published_at(self, version: int) -> float | None:
-        """Return when a version was published, in seconds since 1970; None: it was removed."""
+        """Return the time at which a version was published, in seconds since 1970; None: it was removed."""
         try:
             # A version appears by the renaming of its folder, which changes st_ctime.
             return self._store.folder(version).stat().st_ctime

@@ -55,7 +55,7 @@ def show_status(status: dict[str, Any]) -> None:
 
 
 def _in_use(current: int | None, wanted: int | None) -> str:
-    """Return the committed version in words, and the one that is committed next."""
+    """Return the committed version and the wanted one in words; None: there is no such version."""
     text = "none is committed" if current is None else f"{current} is committed"
     if wanted != current:
         text += f", {wanted} as soon as all sites have it"
@@ -82,7 +82,7 @@ def _number(version: int | None) -> str:
 
 
 def _arriving(host: dict[str, Any]) -> str:
-    """Return the version that a host receives, and the share of it that is there."""
+    """Return the version that a host receives and how much of it has arrived, such as "12 (40%)"."""
     if host["receiving"] is None:
         return ""
     if not host["size_bytes"]:
@@ -92,7 +92,7 @@ def _arriving(host: dict[str, Any]) -> str:
 
 
 def _lag(host: dict[str, Any], versions: list[int]) -> str:
-    """Return how many newer versions than the host's newest are published, and for how long."""
+    """Return how many versions a host lacks, and since when, such as "2 versions, 31 s"; "": none."""
     newest = host["newest"]
     missing = [version for version in versions if newest is None or version > newest]
     if not missing:
@@ -123,7 +123,7 @@ def progress_bar(receiver: WeightsReceiver, is_quiet: bool) -> Iterator[None]:
         redirect_stdout=sys.stdout.isatty(),  # else standard output goes to a file or a pipe
     )
     ended = threading.Event()
-    thread = threading.Thread(target=_update, args=(progress, receiver, ended), daemon=True)
+    thread = threading.Thread(target=_update_bars, args=(progress, receiver, ended), daemon=True)
     with progress:
         thread.start()
         try:
@@ -133,21 +133,29 @@ def progress_bar(receiver: WeightsReceiver, is_quiet: bool) -> Iterator[None]:
             thread.join()
 
 
-def _update(progress: Progress, receiver: WeightsReceiver, ended: threading.Event) -> None:
-    """Keep the bar up to date, in a thread."""
-    task: TaskID | None = None
-    shown: VersionTransfer | None = None
+def _update_bars(progress: Progress, receiver: WeightsReceiver, ended: threading.Event) -> None:
+    """Show how much of the version that a host receives now has arrived. Runs in a thread of its own.
+
+    Each version has a bar of its own, which is removed when the next version begins.
+
+    Args:
+        progress: Display of the bars on the terminal.
+        receiver: The receiving host.
+        ended: Set by the caller to end this function.
+    """
+    bar: TaskID | None = None
+    transfer_of_bar: VersionTransfer | None = None
     while not ended.wait(_UPDATE_S):
-        transfer = receiver.transfer
-        if transfer is not shown and task is not None:
-            progress.remove_task(task)
-            task = None
-        shown = transfer
+        transfer = receiver.transfer  # None: no version is received now
+        if transfer is not transfer_of_bar and bar is not None:
+            progress.remove_task(bar)
+            bar = None
+        transfer_of_bar = transfer
         if transfer is None:
             continue
-        if task is None:
+        if bar is None:
             name = f"version {transfer.manifest.version}"
-            task = progress.add_task(
+            bar = progress.add_task(
                 name, total=transfer.manifest.bytes, completed=transfer.written_bytes
             )
-        progress.update(task, completed=transfer.written_bytes)
+        progress.update(bar, completed=transfer.written_bytes)

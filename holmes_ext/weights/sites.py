@@ -1,10 +1,13 @@
-"""Rules of the service of weights: which host pulls over the WAN, and when all sites switch. Pure values.
+"""Rules of the service of weights: which host pulls over the WAN, and when all sites switch.
+
+These rules use no sockets and no clock: callers give them the reports of the hosts, and the time.
 
 source    the first host of a site (by its arrival) pulls from `holmes join serve`. Each other host pulls
           from the one that arrived before it, while that one receives, or from any host of the site that
           has the version. So each version crosses the WAN once, and each host sends it on once
-commit    a version is committed when all hosts that use the current version have staged it. A host that
-          lags behind, such as a new one, does not delay the others
+commit    a version is committed when all hosts that use the current version have staged it, so all its
+          files are there. A host that does not use the current version yet, such as a new one, does not
+          delay the others
 """
 
 from __future__ import annotations
@@ -32,14 +35,14 @@ class HostReport:
 
     host: str  # name for the user
     address: str  # HOST:PORT at which other hosts of the site pull from it; "": none
-    staged: tuple[int, ...]  # complete versions
-    current: int | None  # committed version
+    staged: tuple[int, ...]  # complete versions, whether they are in use or not
+    current: int | None  # version that the host uses; None: it uses none yet
     unreachable: tuple[str, ...] = ()  # addresses of other hosts that did not answer
     received: int = 0  # bytes of chunks from other processes since its start
     received_wan: int = 0  # part of them that came over the WAN, from the service
-    version: int | None = None  # that it receives now
-    version_bytes: int = 0  # of that version: bytes that are written
-    version_size: int = 0  # of that version: bytes in all
+    version: int | None = None  # that the host receives now; None: it receives none
+    version_bytes: int = 0  # bytes of `version` that are written on the host
+    version_size: int = 0  # bytes of `version` in all
 
     def __post_init__(self) -> None:
         if len(self.staged) > _MOST_VERSIONS or len(self.unreachable) > _MOST_ADDRESSES:
@@ -64,32 +67,46 @@ class SiteHost:
     site: str
     report: HostReport
     heard: float  # time of its last report, by time.monotonic()
-    staged: frozenset[int] = field(init=False)
+    staged: frozenset[int] = field(init=False)  # complete versions, as in the report
 
     def __post_init__(self) -> None:
         self.staged = frozenset(self.report.staged)
 
 
 class Sites:
-    """Receiving hosts of all sites. Not thread-safe."""
+    """Table of the receiving hosts of all sites, which decides what each host should do.
+
+    report(), gone() and forget_silent() keep the table up to date. source() says from where a host pulls,
+    and may_commit() whether all sites can switch to a version. Not thread-safe.
+    """
 
     def __init__(self) -> None:
-        # Id of a host's process -> the host, in order of arrival.
+        # Random id of a host's process -> the host, in the order in which the hosts connected first.
         self._hosts: dict[str, SiteHost] = {}
 
     def report(self, host_id: str, site: str, report: HostReport, now: float) -> bool:
-        """Take in the report of a host; return whether it may change what other hosts should do."""
-        before = self._hosts.get(host_id)
-        # A known host keeps its place in the order.
-        self._hosts[host_id] = SiteHost(site, report, now)
-        if before is None:
+        """Record the report of a host.
+
+        Args:
+            host_id: Random id of the host's process.
+            site: Site of the host.
+            report: State of the host.
+            now: Time of the report, by time.monotonic().
+
+        Returns:
+            Whether the report may change what other hosts should do.
+        """
+        host_before = self._hosts.get(host_id)
+        self._hosts[host_id] = SiteHost(site, report, now)  # keeps the position of a connected host
+        if host_before is None:
             return True
-        earlier = before.report
-        return (earlier.address, earlier.staged, earlier.current) != (
-            report.address,
-            report.staged,
-            report.current,
+        before = host_before.report
+        is_same_for_others = (
+            before.address == report.address
+            and before.staged == report.staged
+            and before.current == report.current
         )
+        return not is_same_for_others
 
     def gone(self, host_id: str) -> None:
         """Forget a host whose connection has ended."""
@@ -102,44 +119,62 @@ class Sites:
                 del self._hosts[host_id]
 
     def source(self, host_id: str, versions: Iterable[int]) -> Source:
-        """Return where a host gets its next missing version, or will get the next one.
+        """Return the process from which a host should pull, and the versions to pull from it.
+
+        In this order of preference:
+
+            1. a host of the same site that has staged the oldest missing version
+            2. the host of the same site that connected last before this one: it gets the versions itself
+            3. the service, over the WAN
 
         Args:
-            host_id: The host.
-            versions: What the host should have, oldest first.
+            host_id: Random id of the host's process.
+            versions: Versions that the host should have, oldest first.
+
+        Returns:
+            The source; without versions if none is missing. Then the host opens connections to the source
+            for the next version.
         """
         host = self._hosts[host_id]
         missing = tuple(version for version in versions if version not in host.staged)
-        predecessor: SiteHost | None = None
-        has_passed = False
+        predecessor_address = ""  # of the service, if no host of the site connected earlier
+        is_earlier = True  # whether `other` connected before this host
         for other_id, other in self._hosts.items():
             if other_id == host_id:
-                has_passed = True
-            elif other.site == host.site and self._is_reachable(host, other):
-                if missing and missing[0] in other.staged:
-                    # A host that arrived later may wait for this one with the versions that it lacks.
-                    ready = missing if not has_passed else _first_of(missing, other.staged)
-                    return Source(other.report.address, ready)
-                if not has_passed:
-                    predecessor = other
-        # Only hosts that arrived earlier are sources of what they do not have yet. So hosts cannot wait for
-        # each other. A host that reaches none of them pulls over the WAN itself.
-        return Source("" if predecessor is None else predecessor.report.address, missing)
+                is_earlier = False
+                continue
+            if other.site != host.site or not self._is_reachable(host, other):
+                continue
+            if missing and missing[0] in other.staged:
+                if is_earlier:
+                    return Source(other.report.address, missing)
+                # A later host may wait for this host itself with the versions that it has not staged.
+                return Source(other.report.address, _leading_staged(missing, other.staged))
+            if is_earlier:
+                predecessor_address = other.report.address
+        # A host that still waits for a version is a source of it only for later hosts. So no two hosts wait
+        # for each other.
+        return Source(predecessor_address, missing)
 
     def _is_reachable(self, host: SiteHost, other: SiteHost) -> bool:
+        """Return whether `other` has an address, and `host` did not report it as unreachable."""
         address = other.report.address
         return bool(address) and address not in host.report.unreachable
 
     def may_commit(self, version: int, current: int | None) -> bool:
-        """Return whether all hosts that use the current version have staged another version.
+        """Return whether all sites can switch to a version: no host must wait for it that is up to date.
+
+        Only hosts that use the current version must have staged the next one. A host that uses another
+        version, or none, has fallen behind or is new: it does not delay the switch.
 
         Args:
-            version: The version that is to be committed.
-            current: The version that is committed now; None: none is, and all hosts count.
+            version: The next version, to which all sites should switch.
+            current: The version that is committed now. None: no version is committed yet; then all hosts
+                must have staged the next one.
         """
         for host in self._hosts.values():
-            is_in_step = current is None or host.report.current == current
-            if is_in_step and version not in host.staged:
+            is_up_to_date = current is None or host.report.current == current
+            if is_up_to_date and version not in host.staged:
                 return False
         return True
 
@@ -159,10 +194,14 @@ class Sites:
                 "site_bytes": host.report.received - host.report.received_wan,
                 "heard_s": round(now - host.heard, 1),
             }
-            for host in sorted(self._hosts.values(), key=lambda one: (one.site, one.report.host))
+            for host in sorted(self._hosts.values(), key=_site_and_name)
         ]
 
 
-def _first_of(missing: tuple[int, ...], staged: frozenset[int]) -> tuple[int, ...]:
-    """Return the missing versions up to the first one that is not staged."""
-    return tuple(itertools.takewhile(staged.__contains__, missing))
+def _site_and_name(host: SiteHost) -> tuple[str, str]:
+    return host.site, host.report.host
+
+
+def _leading_staged(missing: tuple[int, ...], staged: frozenset[int]) -> tuple[int, ...]:
+    """Return the first of the missing versions, up to the one before the first that is not staged."""
+    return tuple(itertools.takewhile(lambda version: version in staged, missing))

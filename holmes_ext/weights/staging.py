@@ -1,7 +1,11 @@
 """Versions while they arrive: chunks are written in any order, and can be read as soon as they are written.
 
-After a crash the file `done`, which lists the written chunks, may be ahead of the disk. So the chunks that it
-lists are checked before they count.
+    DIR/.holmes/staging/13/manifest.json   manifest of the version that arrives
+    DIR/.holmes/staging/13/files/          its files, at their full size; missing chunks are zeros
+    DIR/.holmes/staging/13/done            one byte for each chunk: 1 if it was written
+
+A transfer that is interrupted goes on with the chunks that are missing. After a crash of the machine, `done`
+may be on the disk before the chunks are. So the chunks that it lists are checked before they count.
 """
 
 from __future__ import annotations
@@ -25,14 +29,14 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class StagedVersion:
-    """A version whose chunks arrive. Several threads may write different chunks.
-
-    The file `done` has one byte for each chunk, which is set after the chunk was written.
+    """Version that is arriving: some of its chunks may be missing. Threads may write different chunks.
 
     Args:
-        manifest: The version.
-        folder: Its staging folder; the folder of an earlier try with the same manifest is used again.
-        appear: Gives the folder with the files of the complete version its final name.
+        manifest: Manifest of the version.
+        folder: Staging folder of the version. If an earlier transfer of the same manifest was interrupted,
+            its chunks are used again.
+        appear: Moves the folder with the files of the complete version to its final place in the store;
+            VersionStore.appear.
     """
 
     def __init__(
@@ -49,13 +53,13 @@ class StagedVersion:
         self._written = threading.Condition()  # also the lock of the three fields below
         self._is_closed = False
         self._unsynced_bytes = 0  # written since the last fdatasync()
-        self._users = 0  # threads that use the files
+        self._users = 0  # threads that read or write a chunk now
         self._prepare()
         self._done = os.open(self._done_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._descriptors: list[int] = []
+        self._descriptors: list[int] = []  # open files, in the order of the manifest
         try:
             self._open_files()
-            self._missing = self._check_chunks()
+            self._missing = self._unwritten_chunks()  # indices of chunks
         except OSError as error:
             self.close()
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -91,8 +95,8 @@ class StagedVersion:
                 os.posix_fallocate(descriptor, 0, file.size)
             os.ftruncate(descriptor, file.size)
 
-    def _check_chunks(self) -> set[int]:
-        """Return the indices of the chunks that are missing or not as the manifest says."""
+    def _unwritten_chunks(self) -> set[int]:
+        """Return the indices of the chunks that no earlier transfer has written, or whose digest is wrong."""
         done = os.pread(self._done, len(self.manifest.chunks), 0)
         missing = set()
         for index, chunk in enumerate(self.manifest.chunks):
@@ -110,7 +114,7 @@ class StagedVersion:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether no chunk can be read or written any more."""
+        """Return whether the version was closed: it is complete, or its transfer has ended."""
         with self._written:
             return self._is_closed
 
@@ -122,11 +126,19 @@ class StagedVersion:
 
     @property
     def missing_bytes(self) -> int:
-        """Return the bytes of the chunks that are not written."""
+        """Return the sum of the lengths of the chunks that are not written, in bytes."""
         return sum(self.manifest.chunks[index].length for index in self.missing)
 
     def wait_for(self, index: int, seconds: float) -> bytes | None:
-        """Return a chunk as soon as it is written; None: it is not in time, or the files were closed."""
+        """Wait until a chunk is written, and return its bytes.
+
+        Args:
+            index: Index of the chunk in the manifest.
+            seconds: Longest wait.
+
+        Returns:
+            None if the chunk was not written in time, or the version was closed (see is_closed).
+        """
         with self._written:
             self._written.wait_for(lambda: self._is_closed or index not in self._missing, seconds)
             if self._is_closed or index in self._missing:
@@ -138,10 +150,17 @@ class StagedVersion:
             self._release()
 
     def write(self, index: int, data: memoryview) -> bool:
-        """Write a chunk if its digest is right; return whether it is.
+        """Write a chunk if its bytes have the SHA-256 of the manifest.
+
+        Args:
+            index: Index of the chunk in the manifest.
+            data: Bytes of the chunk.
+
+        Returns:
+            Whether the SHA-256 is right. If not, nothing was written.
 
         Raises:
-            OSError: It cannot be written, or the files were closed.
+            OSError: The chunk cannot be written, or the version was closed.
         """
         chunk = self.manifest.chunks[index]
         if hashlib.sha256(data).hexdigest() != chunk.digest:
@@ -162,12 +181,13 @@ class StagedVersion:
         return True
 
     def _sync_sometimes(self, descriptor: int, count: int) -> None:
-        """Force the file to the disk if much was written meanwhile, in this thread alone."""
+        """Count written bytes; force the file to the disk once for every _SYNC_BYTES of them."""
         with self._written:
             self._unsynced_bytes += count
             if self._unsynced_bytes < _SYNC_BYTES:
                 return
             self._unsynced_bytes = 0
+        # Without the lock: other threads go on writing meanwhile.
         os.fdatasync(descriptor)
 
     def _release(self) -> None:
@@ -176,10 +196,10 @@ class StagedVersion:
             self._written.notify_all()
 
     def finish(self) -> None:
-        """Make the version appear in the store. All chunks must have been written.
+        """Move the complete version to its final place in the store. All chunks must have been written.
 
         Raises:
-            OSError: The disk does not take it.
+            OSError: The files cannot be forced to the disk, or cannot be moved.
         """
         for descriptor in self._descriptors:
             os.fsync(descriptor)
@@ -191,7 +211,7 @@ class StagedVersion:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Close the files; the chunks stay for another try."""
+        """Close the files. The written chunks stay in the staging folder for another transfer."""
         with self._written:
             if self._is_closed:
                 return
@@ -203,13 +223,16 @@ class StagedVersion:
                 os.close(descriptor)
 
     def drop(self) -> None:
-        """Remove the staging folder."""
+        """Close the files, and remove the staging folder with all written chunks."""
         self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class ArrivingVersions:
-    """The versions that this process receives now, for threads that send them on. Thread-safe."""
+    """The versions that are arriving at this host, by number. Thread-safe.
+
+    A host sends chunks of these versions on to other hosts of its site before the versions are complete.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -228,19 +251,19 @@ class ArrivingVersions:
                 del self._staged[staged.manifest.version]
 
     def get(self, version: int) -> StagedVersion | None:
-        """Return a version; None: it is not received now."""
+        """Return a version that is arriving; None: the version is not arriving now."""
         with self._changed:
             return self._staged.get(version)
 
     def wait_for(self, version: int, seconds: float) -> StagedVersion | None:
-        """Return a version as soon as it is received; None: it is not in time."""
+        """Wait until a version begins to arrive, and return it; None: it did not within `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: version in self._staged, seconds)
             return self._staged.get(version)
 
 
 def sync_folder(path: Path) -> None:
-    """Write the entries of a folder to the disk."""
+    """Force a folder's list of names to the disk (fsync), so that new and renamed files survive a crash."""
     descriptor = os.open(path, _FOLDER_FLAGS)
     try:
         os.fsync(descriptor)

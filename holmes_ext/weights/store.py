@@ -41,10 +41,13 @@ class MissingVersion(HolmesError):
 
 
 class VersionStore:
-    """Versions of the weights in a folder; see the top of this module for its files.
+    """Folder that holds versions of the weights: the publisher's, or that of a receiving host.
+
+    Version 12 is complete as soon as the folder PATH/12 exists. PATH/current is a link to the committed
+    version. The private folder PATH/.holmes has the manifests, and the versions that are still arriving.
 
     Args:
-        path: The folder, which need not exist.
+        path: The folder. It need not exist before make() is called.
     """
 
     def __init__(self, path: Path):
@@ -52,14 +55,15 @@ class VersionStore:
         self._private = path / _PRIVATE
         self._manifests = self._private / "manifests"
         self._commit_file = self._private / "commit"
-        # Version, and inode and time of its manifest -> the parent, so that chains are read once.
+        # (version, inode of its manifest, time of its manifest in ns) -> parent; None: a full version.
+        # A cache, so that chain() reads each manifest once.
         self._parents: dict[tuple[int, int, int], int | None] = {}
 
     def make(self) -> None:
-        """Make the folder unless it exists.
+        """Make the folder and its private sub-folders unless they exist.
 
         Raises:
-            HolmesError: It cannot be made.
+            HolmesError: A folder cannot be made.
         """
         try:
             for folder in (self._manifests, self._private / "staging", self._private / "removed"):
@@ -71,10 +75,12 @@ class VersionStore:
 
     @contextlib.contextmanager
     def adding(self) -> Iterator[None]:
-        """Keep other processes from adding versions, and clean up what a killed process has left.
+        """Hold the store's lock for adding versions while the block runs.
+
+        Before the block, the folders are removed that a killed process has left half removed or half copied.
 
         Raises:
-            HolmesError: Another process adds versions now.
+            HolmesError: Another process holds the lock.
         """
         descriptor = os.open(self._private / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -84,8 +90,8 @@ class VersionStore:
                 raise HolmesError(
                     f"{self.path}: another process adds versions there; wait until it ends"
                 ) from None
-            for rest in (self._private / "removed").iterdir():
-                shutil.rmtree(rest, ignore_errors=True)
+            for leftover in (self._private / "removed").iterdir():
+                shutil.rmtree(leftover, ignore_errors=True)
             yield
         finally:
             os.close(descriptor)
@@ -120,17 +126,19 @@ class VersionStore:
         return load_json(file, _DAMAGED).into(VersionManifest)
 
     def chain(self, version: int) -> list[int]:
-        """Return a version and the versions to which it is a delta: the full version first.
+        """Return the numbers of the versions that together make up a version, the full version first.
+
+        If 12 is a delta to 11, and 11 is a delta to the full version 10, the chain of 12 is [10, 11, 12].
 
         Raises:
-            MissingVersion: One of these versions is missing.
+            MissingVersion: A version of the chain is not in the store.
         """
-        found = [version]
+        newest_first = [version]
         parent = self._parent_of(version)
         while parent is not None:
-            found.append(parent)
+            newest_first.append(parent)
             parent = self._parent_of(parent)
-        return found[::-1]
+        return newest_first[::-1]
 
     def _parent_of(self, version: int) -> int | None:
         """Return the version to which a complete version is a delta; None: it is a full version."""
@@ -146,7 +154,7 @@ class VersionStore:
 
     @property
     def current(self) -> int | None:
-        """Return the version that is committed; None: none is."""
+        """Return the version in use, to which PATH/current links; None: no version is committed yet."""
         try:
             target = os.readlink(self.path / _CURRENT)
         except OSError:
@@ -155,7 +163,7 @@ class VersionStore:
         return int(target) if is_version else None
 
     def commit(self, version: int) -> None:
-        """Make a complete version the current one.
+        """Make a complete version the current one: let the link PATH/current lead to it.
 
         Raises:
             MissingVersion: There is no such version.
@@ -174,7 +182,7 @@ class VersionStore:
 
     @property
     def wanted(self) -> int | None:
-        """Return the version that the publisher wants to be committed; None: none was named."""
+        """Return the version that the publisher wants all sites to use next or now; None: no version."""
         try:
             text = self._commit_file.read_text()
         except OSError:
@@ -182,15 +190,21 @@ class VersionStore:
         return int(text) if text.isdecimal() and len(text) <= _DIGITS else None
 
     def want(self, version: int) -> None:
-        """Let the service commit a version as soon as all sites have staged it."""
+        """Make a version the wanted one: the service commits it as soon as all sites have staged it."""
         write_whole(self._commit_file, str(version))
 
     def stage(self, manifest: VersionManifest) -> StagedVersion:
-        """Return the staging folder of a version, with the chunks that an earlier try has left.
+        """Make the staging folder in which a version arrives, or use that of an interrupted transfer.
+
+        Args:
+            manifest: Manifest of the version.
+
+        Returns:
+            The version with the chunks that an earlier transfer has written.
 
         Raises:
-            HolmesError: The version exists.
-            OSError: The folder cannot be made, or there is too little space.
+            HolmesError: The version is complete already.
+            OSError: The folder cannot be made, or the disk has too little space.
         """
         final = self.folder(manifest.version)
         if os.path.lexists(final):
@@ -199,24 +213,30 @@ class VersionStore:
         return StagedVersion(manifest, folder, appear=self.appear)
 
     def stamp(self) -> tuple[int, ...]:
-        """Return times that change as soon as a version appears, is removed, committed or wanted."""
+        """Return a value that changes when a version is added, removed, committed or wanted.
+
+        The value holds the modification times of two folders, so reading it is cheap.
+        """
         return tuple(os.stat(path).st_mtime_ns for path in (self.path, self._private))
 
     def publishing(self, version: int) -> Path:
-        """Return a new empty folder in which the publisher collects the files of a version."""
+        """Make and return an empty folder into which the publisher copies the files of a new version."""
         folder = self._private / "removed" / f"{version}-{secrets.token_hex(8)}"
-        folder.mkdir()  # removed by the next process that adds versions if this one is killed
+        folder.mkdir()  # if this process is killed, the next call of adding() removes the folder
         return folder
 
     def appear(self, manifest: VersionManifest, files: Path) -> None:
-        """Give the folder with the files of a complete version its final name.
+        """Add a complete version to the store: write its manifest, and move its files to PATH/NUMBER.
+
+        Readers see the version only after the last step, the renaming of the folder.
 
         Args:
-            manifest: The version.
-            files: The folder. Its files are on the disk already.
+            manifest: Manifest of the version.
+            files: Folder with all files of the version, on the same disk. The caller has forced its files to
+                the disk.
 
         Raises:
-            OSError: The disk does not take it; then the version does not exist.
+            OSError: A file cannot be written, or the folder cannot be renamed. The version was not added.
         """
         write_whole(self._manifest_file(manifest.version), manifest.text())
         sync_folder(self._manifests)
@@ -224,25 +244,31 @@ class VersionStore:
         sync_folder(self.path)
 
     def remove_old(self, keep: int, protected: Collection[int] = ()) -> list[int]:
-        """Remove all versions but the newest ones, and return the numbers of the removed ones.
+        """Remove old versions.
 
-        The current version stays, too, and all versions to which a version that stays is a delta.
+        The newest `keep` versions stay, and the protected, current and wanted ones. All versions of their
+        chains stay, too, because a delta cannot be used without them.
 
         Args:
             keep: How many of the newest versions stay.
-            protected: Further versions that stay, also partial ones.
+            protected: Further versions that stay, also those that are still arriving.
+
+        Returns:
+            The numbers of the versions that were removed, in ascending order.
         """
         versions = self.versions()
+        needed = {*versions[-keep:], *protected, self.current, self.wanted}
         staying: set[int] = set()
-        named = {*versions[-keep:], *protected, self.current, self.wanted}
-        for version in sorted((number for number in named if number is not None), reverse=True):
-            if version not in staying and self.has(version):
-                with contextlib.suppress(MissingVersion):  # a parent was removed by a user
-                    staying.update(self.chain(version))
-                staying.add(version)
+        for version in needed:
+            if version is None or version in staying or not self.has(version):
+                continue
+            with contextlib.suppress(MissingVersion):  # a parent was removed by a user
+                staying.update(self.chain(version))
+            staying.add(version)
         old = [version for version in versions if version not in staying]
         for version in old:
             removed = self._private / "removed" / f"{version}-{secrets.token_hex(8)}"
+            # Renamed first, so that a reader of PATH/NUMBER never sees a version without some of its files.
             os.rename(self.folder(version), removed)
             self._manifest_file(version).unlink(missing_ok=True)
             shutil.rmtree(removed, ignore_errors=True)
@@ -250,7 +276,12 @@ class VersionStore:
         return old
 
     def _remove_old_staging(self, versions: list[int], protected: Collection[int]) -> None:
-        """Remove partial versions that are older than the newest complete one, and not protected."""
+        """Remove the staging folders of versions that are older than the newest complete one.
+
+        Args:
+            versions: All complete versions, in ascending order.
+            protected: Versions whose staging folders stay.
+        """
         for folder in (self._private / "staging").iterdir():
             version = int(folder.name) if folder.name.isdecimal() else None
             if version is None or version in protected:
@@ -270,7 +301,11 @@ class ChunkReader:
         self._manifest: VersionManifest | None = None  # of the version that was read last
 
     def read(self, version: int, index: int) -> bytes:
-        """Return a chunk.
+        """Return the bytes of a chunk.
+
+        Args:
+            version: Number of a complete version.
+            index: Index of the chunk in the manifest of the version.
 
         Raises:
             HolmesError: There is no such version or chunk, or its file cannot be read.

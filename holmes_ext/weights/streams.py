@@ -1,6 +1,6 @@
-"""Streams to the source of versions, which stay open between versions.
+"""Pool of streams (connections) to the source of versions, which stay open between versions.
 
-A new stream takes several round trips, and TCP needs some more until it sends at the rate of the link. So
+Opening a stream takes several round trips, and TCP needs some more until it sends at the rate of the link. So
 streams are opened before the first version comes, and the next version uses the same ones.
 """
 
@@ -15,11 +15,15 @@ from holmes_ext.weights.exchange import ReceivingStream
 
 
 class StreamPool:
-    """Idle streams to one source. Thread-safe.
+    """Open streams to one source that no transfer uses now. Thread-safe.
+
+    A source is the process from which versions are pulled: a host of the same site with the address
+    HOST:PORT, or the service, for which all methods take the address "". If another address is used, the
+    pool closes the streams to the former source.
 
     Args:
-        dial: Opens a stream to an address; "" is the service.
-        most: Streams that stay open.
+        dial: Opens a stream to the source with an address.
+        most: Largest number of unused streams that stay open.
     """
 
     def __init__(self, dial: Callable[[str], ReceivingStream], most: int):
@@ -28,11 +32,14 @@ class StreamPool:
         self._lock = threading.Lock()
         self._address: str | None = None  # of the source
         self._idle: list[ReceivingStream] = []
-        self._dialing = 0  # threads of open_ahead()
+        self._dialing = 0  # streams that threads of open_ahead() are opening now
         self._is_closed = False
 
     def open_ahead(self, address: str) -> None:
-        """Open streams to the next source in threads, until `most` are open; close those to another one."""
+        """Open streams to a source before they are needed, until `most` are open. Returns at once.
+
+        Threads open the streams. A stream that cannot be opened is left out without an error.
+        """
         self._use(address)
         self._close_broken()
         with self._lock:
@@ -42,10 +49,10 @@ class StreamPool:
             self._dialing += missing
         for _ in range(missing):
             threading.Thread(
-                target=self._open_one, args=(address,), name="holmes-weights-dial", daemon=True
+                target=self._open_stream, args=(address,), name="holmes-weights-dial", daemon=True
             ).start()
 
-    def _open_one(self, address: str) -> None:
+    def _open_stream(self, address: str) -> None:
         try:
             # A source that cannot be reached now matters only when there is a version to pull.
             with contextlib.suppress(OSError, HolmesError):
@@ -55,11 +62,11 @@ class StreamPool:
                 self._dialing -= 1
 
     def take(self, address: str) -> ReceivingStream:
-        """Return an idle stream to a source, or a new one.
+        """Return a stream to a source: an unused one that still works, or else a new one.
 
         Raises:
             OSError: The source cannot be reached.
-            Refused: It refuses this process.
+            Refused: The source refuses this process.
         """
         self._use(address)
         while True:
@@ -73,7 +80,12 @@ class StreamPool:
         return self._dial(address)
 
     def give_back(self, address: str, stream: ReceivingStream) -> None:
-        """Take back a stream on which no request is open."""
+        """Put a stream back into the pool, or close it if the pool has enough or has another source.
+
+        Args:
+            address: Address of the source of the stream.
+            stream: The stream. All of its requests have been answered.
+        """
         with self._lock:
             is_kept = (
                 address == self._address and len(self._idle) < self._most and not self._is_closed
@@ -84,7 +96,7 @@ class StreamPool:
             stream.close()
 
     def _use(self, address: str) -> None:
-        """Close the streams to any other source."""
+        """Make an address that of the pool's source; close the streams to the former source."""
         with self._lock:
             if address == self._address:
                 return
@@ -101,7 +113,7 @@ class StreamPool:
             stream.close()
 
     def close(self) -> None:
-        """Close all idle streams, and those that are given back later."""
+        """Close all unused streams; streams that are given back later are closed, too."""
         with self._lock:
             self._is_closed = True
             unused, self._idle = self._idle, []

@@ -102,7 +102,7 @@ def test_old_settings_are_read_again(start):
     with coordinator(settings=SETTINGS) as server:
         early = start(server.port)
         early.settings(fail)
-        early._end = 0.0
+        early._settings_valid_until = 0.0
         assert early.settings(lambda: None) is None
 
 
