@@ -155,7 +155,9 @@ def test_streams_are_used_again(tmp_path):
         fetch, [staged] = site.fetch([site.publish(version)])
         fetch.wait_for(staged)
         staged.finish()
-        until(lambda: len(site.pool._idle) == 2)  # the threads end just after the last chunk
+        # The threads end just after the last chunk. A thread that starts after it opens no stream.
+        until(lambda: not any(t.name == "holmes-weights" for t in threading.enumerate()))
+        assert len(site.pool._idle) in (1, 2)
 
 
 def test_a_source_that_cannot_be_reached_any_more(tmp_path, monkeypatch):
