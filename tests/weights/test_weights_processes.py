@@ -260,11 +260,11 @@ def test_bad_input(run):
         assert result.returncode == 2 and message in result.stderr, result
         assert len(result.stderr.splitlines()) == 1
     for arguments, message in (
-        (("x", "--join", "east"), "--join: 'east' is not NAME@HOST:PORT"),
-        (("x", "--join", f"east@127.0.0.1:{run.port}", "--rate", "1kb/s"), "least limit"),
-        (("x", "--join", f"east@127.0.0.1:{run.port}", "--streams", "99"), "--streams 99"),
+        (("--join", "east"), "--join: 'east' is not NAME@HOST:PORT"),
+        (("--join", f"east@127.0.0.1:{run.port}", "--rate", "1kb/s"), "least limit"),
+        (("--join", f"east@127.0.0.1:{run.port}", "--streams", "99"), "--streams 99"),
     ):
-        result = holmes(run.home, "weights", "receive", *arguments)
+        result = holmes(run.home, "weights", "receive", run.folder / "site", *arguments)
         assert result.returncode == 2 and message in result.stderr, result
 
 
