@@ -19,11 +19,11 @@ from typing import Any
 from holmes_ext import extensions, join
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.address import PORT, JoinAddress
+from holmes_ext.join.address import PORT
 from holmes_ext.join.coordinator.client import ask_status
 from holmes_ext.join.coordinator.relay import PeerRelay
 from holmes_ext.join.coordinator.server import CoordinatorServer
-from holmes_ext.join.identity.job_certificate import kept_certificates, run_on_this_host
+from holmes_ext.join.identity.job_certificate import status_credentials
 from holmes_ext.join.identity.private_files import write_private
 from holmes_ext.join.identity.run_folder import RunFolder, ServedRun
 from holmes_ext.join.settings import OuterSettings, parse_outer
@@ -395,11 +395,9 @@ def _status_credentials(args: argparse.Namespace, host: str, port: int) -> Crede
     site_credentials = _site_credentials(args)
     if site_credentials is not None:
         return site_credentials
-    run = run_on_this_host(JoinAddress("", host, port), os.environ)
-    if run is not None:
-        return run.credentials()
-    for certificate in kept_certificates(host, port, os.environ):
-        return certificate.credentials()
+    credentials = status_credentials(host, port, os.environ)
+    if credentials is not None:
+        return credentials
     raise HolmesError(
         f"holmes join status: this user has no certificate for {address_text(host, port)}; run it on the host"
         " of `holmes join serve`, or where a job of this user has joined, with the same HOST:PORT"

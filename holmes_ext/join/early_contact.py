@@ -14,7 +14,6 @@ listening.py). This module needs no torch, because the main thread may be import
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -22,7 +21,7 @@ from typing import Any, TypeVar
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import JoinAddress, JoinPlace, PortRange, port_range
-from holmes_ext.join.coordinator.client import CoordinatorClient, new_incarnation
+from holmes_ext.join.coordinator.client import CoordinatorClient, in_thread, new_incarnation
 from holmes_ext.join.coordinator.gate import SETTINGS
 from holmes_ext.join.identity.job_certificate import kept_certificate
 from holmes_ext.join.peers.listening import OpenedPort, open_and_publish
@@ -37,6 +36,8 @@ T = TypeVar("T")
 RunSettings = dict[str, Any] | None
 #: Seconds after which the settings are read again: the coordinator may have been started with others.
 _VALID_S = 60.0
+#: Name of the threads.
+_THREAD = "holmes-early"
 
 
 class EarlyContact:
@@ -60,13 +61,13 @@ class EarlyContact:
         if rank == 0:
             deadline = Deadline(HANDSHAKE_S, "the coordinator's answer")
             client = CoordinatorClient(place, dict, self.incarnation)
-            self._settings = _in_thread(lambda: settings_of_run(place, deadline))
-            self.channel = _in_thread(lambda: client.connect("job", deadline))
+            self._settings = in_thread(lambda: settings_of_run(place, deadline), _THREAD)
+            self.channel = in_thread(lambda: client.connect("job", deadline), _THREAD)
         # A port that the user has named is not opened yet: another process may still need it.
         may_use_any_port = place.ports.ports == PortRange().ports
         if may_use_any_port:
             identity = RankIdentity(place.address.job, self.incarnation, rank)
-            self._port = _in_thread(lambda: open_and_publish(place, identity))
+            self._port = in_thread(lambda: open_and_publish(place, identity), _THREAD)
 
     def settings(self, read_now: Callable[[], RunSettings]) -> RunSettings:
         """Return the settings of the run, after waiting for the thread that reads them.
@@ -153,20 +154,6 @@ def settings_of_run(place: JoinPlace, deadline: Deadline) -> RunSettings:
         return settings
     finally:
         channel.close()
-
-
-def _in_thread(function: Callable[[], T]) -> Future[T]:
-    """Call a function in a daemon thread, and return a future with its result or error."""
-    future: Future[T] = Future()
-
-    def call_function() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - _result_of() gets it
-            future.set_exception(error)
-
-    threading.Thread(target=call_function, name="holmes-early", daemon=True).start()
-    return future
 
 
 def _result_of(future: Future[T], do_now: Callable[[], T]) -> T:

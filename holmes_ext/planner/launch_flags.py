@@ -10,14 +10,12 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan.cost.model import Model, precision_of
+from holmes_ext.plan.cost.reductions import ZERO_WEIGHTS
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.sizes import PIPELINES_FIRST
 from holmes_ext.planner.command_edit import CommandEdit
 from holmes_ext.planner.search.result import Candidate
 from holmes_ext.planner.search.space import Limits
-
-#: ZeRO stage that shards the weights.
-ZERO_WEIGHTS = 3
 
 
 def limited(

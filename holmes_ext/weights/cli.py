@@ -12,21 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.address import PORT, JoinAddress, JoinPlace, parse_address
+from holmes_ext.join.address import PORT, JoinPlace, parse_address
 from holmes_ext.join.coordinator.client import ask_status
-from holmes_ext.join.identity.job_certificate import (
-    kept_certificates,
-    obtain_certificate,
-    run_on_this_host,
-)
+from holmes_ext.join.identity.job_certificate import obtain_certificate, status_credentials
 from holmes_ext.join.sockets.handshake import Credentials, printable
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import address_text, listen, split_address
 from holmes_ext.units import format_bytes
 from holmes_ext.weights.origin import ask_origin, check_origin
 from holmes_ext.weights.publishing import KEEP, publish_folder, store_of_run
+from holmes_ext.weights.rate import checked_rate
 from holmes_ext.weights.receiver import ReceiverSettings, WeightsReceiver
-from holmes_ext.weights.service import checked_rate
 from holmes_ext.weights.show import progress_bar, show_status
 from holmes_ext.weights.store import VersionStore
 from holmes_ext.words import counted, why
@@ -363,11 +359,9 @@ def _status_credentials(host: str, port: int) -> Credentials:
     Raises:
         HolmesError: This user has neither.
     """
-    run_folder = run_on_this_host(JoinAddress("", host, port), os.environ)
-    if run_folder is not None:
-        return run_folder.credentials()
-    for certificate in kept_certificates(host, port, os.environ):
-        return certificate.credentials()
+    credentials = status_credentials(host, port, os.environ)
+    if credentials is not None:
+        return credentials
     raise HolmesError(
         f"holmes weights status: this user has no certificate for {address_text(host, port)}; run it on the"
         " host of `holmes join serve`, or on a receiving host, with the same HOST:PORT"

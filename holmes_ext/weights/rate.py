@@ -15,6 +15,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from holmes_ext.errors import HolmesError
+from holmes_ext.units import parse_rate
+
 #: Longest pause, in seconds. Receivers take a stream that is silent for longer for a broken one.
 PAUSE_S = 10.0
 #: Least limit, in bits/s: slower streams would be taken for broken ones.
@@ -86,6 +89,24 @@ class RateLimit:
                 self._pause_budget_s = min(PAUSE_S, self._pause_budget_s + elapsed_s)
             self._is_paused = is_training_sending and self._pause_budget_s > 0
             return self._is_paused
+
+
+def checked_rate(text: str, where: str) -> int:
+    """Return a limit on the rate of weights, in bits/s.
+
+    Args:
+        text: The limit, such as "400Mb/s".
+        where: Name of the option or variable, with which error messages begin.
+
+    Raises:
+        HolmesError: The text is no rate, or the rate is below LEAST_BITS_PER_S.
+    """
+    rate = parse_rate(text, where)
+    if rate < LEAST_BITS_PER_S:
+        raise HolmesError(
+            f"{where}: {text} is below {LEAST_BITS_PER_S // 10**6}Mb/s, the least limit"
+        )
+    return rate
 
 
 def mark_background(connection: socket.socket) -> None:

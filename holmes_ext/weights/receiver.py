@@ -62,7 +62,6 @@ class ReceiverSettings:
     streams: int = 4  # connections over which a version is pulled
     keep: int = 3  # newest versions that stay, besides those that are needed
     bits_per_second: float = 0.0  # limit on the rate at which versions are pulled; 0: none
-    port: int = 0  # on which other hosts of the site pull from this one; 0: any free one
     address: str = ""  # host that they call; "": the address from which the service is reached
     is_once: bool = False  # end as soon as the newest committed version is here
 

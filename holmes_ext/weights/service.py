@@ -24,20 +24,19 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.sockets.channel import Channel
-from holmes_ext.units import parse_rate
 from holmes_ext.weights.exchange import PURPOSE, SendingStream
 from holmes_ext.weights.manifest import VersionManifest
 from holmes_ext.weights.monitor import Monitor, monitored
 from holmes_ext.weights.origin import origin_of
 from holmes_ext.weights.publishing import store_of_run
-from holmes_ext.weights.rate import LEAST_BITS_PER_S, RateLimit
+from holmes_ext.weights.rate import RateLimit, checked_rate
 from holmes_ext.weights.sites import HostReport, Sites
 from holmes_ext.weights.store import MissingVersion, VersionStore
 from holmes_ext.words import tell_user, why
@@ -74,7 +73,9 @@ def serve_weights(server: CoordinatorServer) -> Iterator[None]:
     Raises:
         HolmesError: The store, or an environment variable, cannot be used.
     """
-    limit = RateLimit(_rate_limit_of(os.environ.get), lambda: server.is_exchanging)
+    rate_text = os.environ.get(RATE_VARIABLE)
+    bits_per_second = checked_rate(rate_text, RATE_VARIABLE) if rate_text else 0.0
+    limit = RateLimit(bits_per_second, lambda: server.is_exchanging)
     store = store_of_run(os.environ, server.port)
     service = WeightsService(store, limit)
     monitor = Monitor(service.status, service.published_at, origin_of(store))
@@ -88,37 +89,6 @@ def serve_weights(server: CoordinatorServer) -> Iterator[None]:
     finally:
         service.close()
         thread.join()
-
-
-def _rate_limit_of(value_of: Callable[[str], str | None]) -> float:
-    """Return the limit in HOLMES_WEIGHTS_RATE in bits/s; 0: there is none.
-
-    Args:
-        value_of: Returns the value of an environment variable, or None if it is not set.
-
-    Raises:
-        HolmesError: The value is no rate, or below the least limit.
-    """
-    text = value_of(RATE_VARIABLE)
-    return checked_rate(text, RATE_VARIABLE) if text else 0.0
-
-
-def checked_rate(text: str, where: str) -> int:
-    """Return a limit on the rate of weights, in bits/s.
-
-    Args:
-        text: The limit, such as "400Mb/s".
-        where: Name of the option or variable, with which error messages begin.
-
-    Raises:
-        HolmesError: The text is no rate, or the rate is below LEAST_BITS_PER_S.
-    """
-    rate = parse_rate(text, where)
-    if rate < LEAST_BITS_PER_S:
-        raise HolmesError(
-            f"{where}: {text} is below {LEAST_BITS_PER_S // 10**6}Mb/s, the least limit"
-        )
-    return rate
 
 
 class WeightsService:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import JoinPlace
@@ -35,6 +35,7 @@ from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import address_text
 from holmes_ext.words import why
 
+T = TypeVar("T")
 #: Seconds after which the coordinator answers an undecided request with "wait".
 POLL_S = 1.0
 #: The same for a request of rounds=async: by then, the job may have something new to offer.
@@ -176,20 +177,10 @@ class CoordinatorClient:
         Args:
             opened: Connection for this incarnation of the job that is being opened already; None: open one.
         """
-        if opened is not None:
-            self._first_channel = opened
-            return
-        channel: Future[Channel] = Future()
-
-        def connect() -> None:
-            try:
-                deadline = Deadline(HANDSHAKE_S, "the coordinator's handshake")
-                channel.set_result(self.connect("job", deadline))
-            except BaseException as error:  # noqa: BLE001 - ask() waits for the result
-                channel.set_exception(error)
-
-        self._first_channel = channel
-        threading.Thread(target=connect, name="holmes-connect", daemon=True).start()
+        if opened is None:
+            deadline = Deadline(HANDSHAKE_S, "the coordinator's handshake")
+            opened = in_thread(lambda: self.connect("job", deadline), "holmes-connect")
+        self._first_channel = opened
 
     def start_heartbeat(self, status: Callable[[], dict[str, Any]]) -> None:
         """Start the heartbeat thread; each heartbeat contains the telemetry that `status` returns."""
@@ -377,6 +368,25 @@ class Heartbeat:
             if channel is not None:
                 channel.close()
             return None
+
+
+def in_thread(function: Callable[[], T], name: str) -> Future[T]:
+    """Call a function in a daemon thread, and return a future with its result or error.
+
+    Args:
+        function: The function.
+        name: Name of the thread.
+    """
+    future: Future[T] = Future()
+
+    def call_function() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the result gets it
+            future.set_exception(error)
+
+    threading.Thread(target=call_function, name=name, daemon=True).start()
+    return future
 
 
 def ask_status(

@@ -163,6 +163,21 @@ def kept_certificates(host: str, port: int, environ: Mapping[str, str]) -> list[
     ]
 
 
+def status_credentials(host: str, port: int, environ: Mapping[str, str]) -> Credentials | None:
+    """Return credentials with which a coordinator answers this user's request for its status.
+
+    Returns:
+        Those of the coordinator itself if it runs on this host, or else those that a job of this user has
+        kept; None: this user has neither.
+    """
+    run = run_on_this_host(JoinAddress("", host, port), environ)
+    if run is not None:
+        return run.credentials()
+    for certificate in kept_certificates(host, port, environ):
+        return certificate.credentials()
+    return None
+
+
 def run_on_this_host(address: JoinAddress, environ: Mapping[str, str]) -> RunFolder | None:
     """Return the state folder of a coordinator, if it runs on this host as this user; otherwise None."""
     run = RunFolder.of_port(environ, address.port)

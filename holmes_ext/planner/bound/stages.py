@@ -26,6 +26,7 @@ from holmes_ext.plan.cost.pipeline import share_nics
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.reductions import (
     OTHER_ROUTE_SHARE,
+    ZERO_GRADIENTS,
     Hierarchical,
     PricedReduction,
     hierarchical,
@@ -39,8 +40,6 @@ from holmes_ext.planner.simulate.execution import Execution
 
 #: Share of an all-reduce's traffic that a reduce-scatter of the same bytes causes.
 REDUCE_SCATTER_SHARE = 0.5
-#: ZeRO stage that shards gradients, so their sum is sent per micro-batch and not once a step.
-ZERO_GRADIENTS = 2
 
 
 @dataclass(frozen=True)

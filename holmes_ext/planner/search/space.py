@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import RECOMPUTE, Mode, Model, accepts
 from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.cost.reductions import ZERO_WEIGHTS
 from holmes_ext.plan.engine import REDUCTIONS
 from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, divisors
@@ -59,8 +60,6 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 #: Fewest tokens of a sequence on a rank of a context group, unless a limit names context sizes.
 MIN_TOKENS = 1024
 ZERO_STAGES = (0, 1, 2, 3)
-#: ZeRO stage that shards the weights too, and may do so inside each cluster (hybrid sharding).
-ZERO_WEIGHTS = 3
 #: Whole numbers of limits are below this, and have fewer digits.
 MAX_NUMBER = 10**6
 MAX_DIGITS = 9

@@ -6,14 +6,12 @@ from collections.abc import Container, Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holmes_ext.plan.cost.reductions import Tag
+from holmes_ext.plan.cost.reductions import ZERO_GRADIENTS, Tag
 from holmes_ext.planner.simulate.collectives import Collectives
 from holmes_ext.planner.simulate.events import AS_RECEIVER, AS_SENDER, NO_CHUNK, NO_MICRO_BATCH, Op
 
 #: Layer -> operations.
 Operations = dict[int, list[Op]]
-#: ZeRO stage that shards gradients; they are then sent for each micro-batch.
-ZERO_GRADIENTS = 2
 
 
 class PassOperations(NamedTuple):

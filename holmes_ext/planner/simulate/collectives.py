@@ -27,6 +27,8 @@ from holmes_ext.plan.buckets import bucket_bytes
 from holmes_ext.plan.cost.model import Layer, Model
 from holmes_ext.plan.cost.network import Load, Network
 from holmes_ext.plan.cost.reductions import (
+    ZERO_GRADIENTS,
+    ZERO_WEIGHTS,
     Hierarchical,
     PricedReduction,
     Tag,
@@ -54,9 +56,6 @@ from holmes_ext.planner.simulate.transfers import TransferMaker
 MAX_PIECES = 32
 #: Bytes of a single number.
 NUMBER_BYTES = 4.0
-#: ZeRO stages that shard gradients, and weights too.
-ZERO_GRADIENTS = 2
-ZERO_WEIGHTS = 3
 
 
 class Collectives:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.reductions import ZERO_GRADIENTS
 from holmes_ext.plan.engine import EngineTraits
 
 #: Stages whose gradient reductions overlap with the last backward pass: none, the first, or all.
 OVERLAPS = ("off", "first", "on")
 ZERO_STAGES = (0, 1, 2, 3)
-#: ZeRO stage that shards gradients, so they are sent for each micro-batch.
-ZERO_GRADIENTS = 2
 #: Numbers are below this.
 MAX_VALUE = 1e9
 
