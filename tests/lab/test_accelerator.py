@@ -252,9 +252,12 @@ def test_it_installs_itself_in_any_python_and_chains_sitecustomize(tmp_path):
         "1)(torch.ones(1, 1, 1))"
     )
     done = run_python(tmp_path, code, ["Linear"])
-    assert done.stdout.split() == ["was", "here", "False", "Pacer.install.<locals>.__call__"], (
-        done.stderr
-    )
+    assert done.stdout.split() == [
+        "was",
+        "here",
+        "False",
+        "Pacer.install.<locals>.emulated_call",
+    ], done.stderr
     assert done.stderr == ""
 
 
