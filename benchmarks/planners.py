@@ -333,7 +333,7 @@ def main() -> int:
         help="judge all plans of FILE again: the simulation has changed",
     )
     add("--again", action="store_true", help="ask these planners on these cases again")
-    add("--picture", type=Path, metavar="PNG", help="draw planners by regret over cases")
+    add("--picture", type=Path, metavar="SVG", help="draw planners by regret over cases")
     args, cases, begin = arguments.parse_args(), load_cases(), time.monotonic()
     names, planners = chosen_cases(args.cases, cases), chosen_cases(args.planners, PLANNERS)
     table = Table(args.json)

@@ -82,4 +82,6 @@ def on_page_markdown(markdown, page, config, files):
         target = os.path.relpath(target, os.path.dirname(place) or ".")
         return f"[{text}]({target}{hash_sign}{anchor})"
 
+    if source == "README.md":
+        markdown = markdown.replace('="docs/pictures/', '="pictures/')  # in <picture>
     return _LINK.sub(link_in_site, markdown)

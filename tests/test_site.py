@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,17 @@ def test_tables_fit_the_page(site, width, tmp_path, exhaustive):
             if tables := browser.evaluate(WIDE_TABLES):
                 wide[str(page.relative_to(site))] = tables
     assert not wide
+
+
+def test_every_picture_is_there(site):
+    """mkdocs checks links in Markdown, but not those in HTML, as <picture> has them."""
+    named = {
+        page.parent / source
+        for page in site.rglob("*.html")
+        for source in re.findall(r'(?:\bsrc|srcset)="([^":]+\.svg)"', page.read_text())
+    }
+    assert named >= {site / f"pictures/timeline{suffix}" for suffix in (".svg", ".narrow.svg")}
+    assert not [path for path in named if not path.exists()]
 
 
 def test_the_site_has_no_files_of_python(site):

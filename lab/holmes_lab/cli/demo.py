@@ -9,6 +9,7 @@ import argparse
 import itertools
 import json
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ from holmes_ext.files import save
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.html import pictures
+from holmes_ext.planner.html.chart import NARROW, WIDE
 from holmes_ext.planner.html.page import heading, page, paragraphs, table
 from holmes_ext.samples import examples
 from holmes_lab.cli import gpu_demo, joined_demo
@@ -96,7 +98,9 @@ def add_parser(subparsers: Any) -> None:
         help="the page with table and pictures (default: report.html)",
     )
     parser.add_argument(
-        "--timeline", metavar="FILE", help="one step of each run as a picture alone (.svg)"
+        "--timeline",
+        metavar="FILE",
+        help="one step of each run as a picture alone (.svg), and for phones beside it (.narrow.svg)",
     )
     parser.add_argument(
         "--joined",
@@ -149,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
         }
         save(args.output, _report(variants, series, result, traces), "the report")
         if args.timeline:
-            save(args.timeline, pictures.svg_file(pictures.timeline_figure(traces)), "the picture")
+            _save_timelines(Path(args.timeline), traces)
     screen.table(
         COLUMNS,
         _rows(series),
@@ -288,6 +292,21 @@ def _rows(series: dict[str, Series]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def _save_timelines(file: Path, traces: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Write one step of each run as a wide picture, and as a narrow one for phones beside it.
+
+    Args:
+        file: Wide picture. The narrow one has the same name with the suffix .narrow.svg.
+        traces: Name of the run -> traces of its ranks.
+
+    Raises:
+        HolmesError: A file cannot be written.
+    """
+    for path, width in ((file, WIDE), (file.with_suffix(".narrow.svg"), NARROW)):
+        figure = pictures.timeline_figure(traces, width=width)
+        save(path, pictures.svg_file(figure), "the picture")
 
 
 def _report(
