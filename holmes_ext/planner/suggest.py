@@ -54,7 +54,7 @@ class Request:
 
 
 def edit_of(request: Request, launch: Launch) -> CommandEdit:
-    """Return the changes that make a command run a plan: to its flags, and to its ds_config.
+    """Compute the changes to a user's training command, and to its ds_config, so that it runs a plan.
 
     Args:
         request: The command and the plan.
@@ -185,7 +185,7 @@ def _unwanted(request: Request, wanted: Mapping[str, tuple[str, ...]]) -> Iterat
 
 
 def _untouched(request: Request) -> Iterator[str]:
-    """Yield the flags that stay as they are, because they already have the plan's value.
+    """Yield the flags of a command that already have the plan's value, and so stay as they are.
 
     There are two groups: the flags of recomputation (RECOMPUTE), and those of the layers of each
     stage and chunk (LAYERS).
@@ -210,7 +210,7 @@ def _untouched(request: Request) -> Iterator[str]:
 
 
 def _wanted_keys(request: Request, launch: Launch, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that the ds_config of a plan must have, joined by dots, with their values.
+    """Return the entries that a plan needs in ds_config: key -> value; nested keys are joined by dots.
 
     Args:
         request: The command, the plan, and the layout of the command.

@@ -30,7 +30,7 @@ class ClusterTraffic:
         cluster_ranks: Sequence[int],
         ring_bits: float,
     ):
-        """Describe the job and the clusters whose traffic seconds() bounds.
+        """Prepare lower bounds on the time that a job's traffic between clusters takes in a step.
 
         Args:
             network: Clusters, and the links between them.

@@ -49,7 +49,7 @@ class SharedHop(NamedTuple):
     beside_first: tuple[int, ...] = ()
 
     def blocks(self, seconds: float) -> float:
-        """Return the number of blocks (layers) whose gradients the link carries in `seconds`.
+        """Return how many layers (blocks) have gradients that this link can carry in `seconds`.
 
         The number may be a fraction. It is negative if the time is too short for embedding and
         output layer.
@@ -146,11 +146,11 @@ def shared_hops(bounds: StageBounds) -> list[SharedHop]:
 
 
 def _shared_hop(bounds: StageBounds, byte_s: dict[int, float]) -> SharedHop:
-    """Return the seconds for which a stage's gradients occupy a link between clusters.
+    """Return the least seconds for which the gradients of its stages occupy a link between clusters.
 
-    `block_s` is for a transformer layer, on the stage that sends least over the link for it: a lower
-    bound for all stages. `ends_s` is for the embedding, if the first stage uses the link, and for the
-    output layer, if the last stage does.
+    The result's `block_s` is for the gradients of a transformer layer, on the stage that sends
+    least over the link for it: a lower bound for all stages. `ends_s` is for the embedding, if the
+    first stage uses the link, and for the output layer, if the last stage does.
 
     Args:
         bounds: Lower bounds on the work of the stages.
@@ -181,11 +181,11 @@ def _shared_hop(bounds: StageBounds, byte_s: dict[int, float]) -> SharedHop:
 
 
 def _hop_byte_s(bounds: StageBounds, stage: int) -> dict[Hop, float]:
-    """Return the links that a stage's gradient reduction uses: {link: seconds for a byte}.
+    """Return the links that a stage's gradient reduction uses: link -> seconds that it is busy for a byte.
 
     Only links between clusters count. A link (Hop) connects two clusters, or a cluster to the WAN
-    (uplink). The seconds say how long the link is busy for each byte of the stage's gradients. The
-    result is empty if the route depends on the number of bytes, because it is not known yet.
+    (uplink). The result is empty if the route depends on the number of bytes, because that number
+    is not known yet.
 
     Args:
         bounds: Lower bounds on the work of the stages.
@@ -216,7 +216,7 @@ def blocks_at_most(
     seconds: Sequence[float],
     first_s: float = inf,
 ) -> float:
-    """Return how many layers (blocks) all stages together can have if the links are to be in time.
+    """Return the most layers (blocks) whose gradients the links between clusters can carry in time.
 
     Each link must carry the gradients of the stages that use it. The memory alone would allow the sum
     of `max_layers`. For each link, the layers of its stages for whose gradients it has no time are

@@ -51,7 +51,7 @@ ALMOST_ALL = 1 - 1e-9
 
 
 class _Ways(NamedTuple):
-    """Least seconds of a micro-batch on all stages except a given stage.
+    """Least seconds that a micro-batch spends on all pipeline stages except a given stage.
 
     "Before" means earlier stages, "behind" later stages. The way down goes forward from the first
     stage to the given stage, the way up goes backward. _ways_with() makes this record.
@@ -159,10 +159,10 @@ class StepLowerBound(PassBounds):
         return low
 
     def _simple_bound_s(self) -> float:
-        """Return a lower bound on the step time that needs no bisection, in seconds.
+        """Return a quick lower bound on the step time, in seconds: the larger of two simple bounds.
 
-        All micro-batches make round trips through the pipeline, and the first stage's reduction and
-        update follow; or the busiest NIC sends all messages.
+        First, all micro-batches make round trips through the pipeline; then the first stage reduces
+        its gradients and updates its weights. Second, the busiest NIC sends all its messages.
         """
         # A micro-batch's passes on all stages, with the split that computes fastest, and the stage
         # links there and back.
@@ -200,9 +200,9 @@ class StepLowerBound(PassBounds):
         return min(self._after_last_backward_s(0, layers, update_s) for layers in choices)
 
     def _least_work_s(self, max_layers: Sequence[int], backward_from: int = 0) -> float:
-        """Return the seconds of a micro-batch on all stages (their sum), with the best split.
+        """Return the least seconds in which a micro-batch passes all stages in sequence.
 
-        A split is the number of layers of each stage.
+        The layers are split over the stages in the best way for this sum.
 
         Args:
             max_layers: For each stage, the largest number of layers that it may have.
@@ -234,10 +234,10 @@ class StepLowerBound(PassBounds):
         return total_s
 
     def _is_possible(self, step_s: float) -> bool:
-        """Return whether some split of the layers may take a step of `step_s` seconds.
+        """Return whether a step of `step_s` seconds contradicts no lower bound, for some split of the layers.
 
-        A step of this length sets a limit on the layers of each stage; all layers must fit these
-        limits.
+        A step of this length sets a limit on the layers of each stage. It is possible if all layers
+        of the model fit these limits.
         """
         return self._layer_limits(step_s, self.update_intervals[0].least_s) is not None
 
@@ -375,12 +375,12 @@ class StepLowerBound(PassBounds):
         return max(by_passes_s, by_messages_s) + max(stage_end_s, way_up_s)
 
     def _ways_with(self, stage: int, layers: int, layers_before: int) -> _Ways:
-        """Return the least seconds of a micro-batch on all stages but `stage`.
+        """Return the least seconds that a micro-batch spends on all pipeline stages but `stage`.
 
-        `stage` has `layers` layers, each other stage 1. The layers that remain are assumed where
-        they lengthen the step least. On earlier stages they lengthen the way down (forward) and the
-        way up (backward). On later stages they lengthen the round trip from `stage` to the last
-        stage and back.
+        `stage` has `layers` layers, and each other stage has at least 1. The remaining layers are
+        assumed where they lengthen the step least. On earlier stages they lengthen the way down
+        (forward) and the way up (backward). On later stages they lengthen the round trip from
+        `stage` to the last stage and back.
 
         Args:
             stage: The stage.

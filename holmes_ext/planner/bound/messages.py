@@ -38,14 +38,14 @@ NO_MESSAGE = Message(
 
 
 class SlowestPipeline(NamedTuple):
-    """Pipeline whose messages take longest."""
+    """Pipeline (the ranks with the same index in every stage) whose messages take longest."""
 
     rank_index: int  # of its rank among the ranks of each stage
     messages: list[Message]  # from each stage to the next; the last stage sends to the first
 
 
 def slowest_messages(prices: Prices, placement: Placement, stage_count: int) -> SlowestPipeline:
-    """Return the pipeline that communicates longest, with its messages.
+    """Find the pipeline whose messages between stages take longest, and return it with these messages.
 
     A pipeline consists of the ranks with the same index in every stage. Pipelines differ if they
     lie on different node types.
@@ -75,7 +75,7 @@ def slowest_messages(prices: Prices, placement: Placement, stage_count: int) -> 
 def _message(
     prices: Prices, placement: Placement, stage_count: int, stage: int, rank_index: int
 ) -> Message:
-    """Return the message from a stage to the next, computed once for equal nodes.
+    """Return lower bounds on the time of an activation from a stage to the next; equal nodes share them.
 
     Args:
         prices: Times of communication.

@@ -63,7 +63,7 @@ class _Prefix(NamedTuple):
 
     @property
     def clusters(self) -> int:
-        """Number of clusters in all groups of this prefix."""
+        """Number of clusters that this beginning of an order has, in all its groups."""
         return len(self.groups) * self.group_size
 
 
@@ -91,7 +91,7 @@ class OrderBounds:
         bound_of: Callable[[Placement], StepLowerBound],
         ring_bits: float,
     ):
-        """Read the costs of the links between clusters from the lower bounds of sample pipelines.
+        """Estimate the costs of each link between clusters from the lower bounds of some sample pipelines.
 
         A sample pipeline passes all clusters in sequence. The samples are chosen so that
         every pair of clusters appears as neighbours, and also as the first and the last cluster. So
@@ -153,7 +153,7 @@ class OrderBounds:
         return cluster_ranks % stage_ranks == 0
 
     def _read_chain(self, chain: Sequence[int]) -> None:
-        """Store the seconds of messages and work that the bound of a sample pipeline has.
+        """Store the seconds of messages and work that the lower bound of a sample pipeline contains.
 
         Sets, for the clusters a -> b -> ... -> z of the sample: links[a, b], ... (an activation
         between neighbours), tied_s[a, z] (all-reduce of the tied embedding), first_stage_end_s[a]
@@ -295,7 +295,7 @@ class OrderBounds:
         return min(link.interval_s for link in self.links.values())
 
     def _least_link_s(self, group_size: int) -> float:
-        """Return the least seconds of 1 / group_size of an activation on any link between clusters.
+        """Return the least seconds for 1 / group_size of an activation, on any link between clusters.
 
         A message takes latency and the time of its bytes. The least total time and the least time
         of the bytes are taken from all links, each by itself. They may belong to two different
@@ -354,12 +354,13 @@ class OrderBounds:
 
 
 def _chain_s(links: Sequence[_ClusterLink], group_size: int) -> float:
-    """Return the seconds of an activation over the links of a chain, in sequence.
+    """Return the seconds in which a part of an activation passes several links, one after the other.
 
-    A chain carries 1 / group_size of each micro-batch. The times of a link are for a whole activation:
-    `total_s` is its latency and the time of the bytes, `interval_s` the time of the bytes alone.
-    Example: of 5 ms in total, 4 ms are for the bytes. With two clusters in a group, half of the
-    bytes go over this chain, and the activation takes 3 ms.
+    The links are those of a chain: it carries 1 / group_size of each micro-batch. The times of a
+    link are for a whole activation: `total_s` is its latency and the time of the bytes,
+    `interval_s` the time of the bytes alone. Example: of 5 ms in total, 4 ms are for the bytes.
+    With two clusters in a group, half of the bytes go over this chain, and the activation takes 3
+    ms.
     """
     saved_share = 1 - 1 / group_size  # of the bytes: these go over other chains
     return sum(link.total_s - link.interval_s * saved_share for link in links)

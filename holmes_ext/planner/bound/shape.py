@@ -59,7 +59,7 @@ class ShapeBound:
 
     @property
     def seconds(self) -> float:
-        """Lower bound on the step, in seconds; inf if the memory cannot hold the layers."""
+        """Lower bound on the step time of the shape, in seconds; inf if the memory cannot hold the layers."""
         return max(self.computing_s(), self.crossing_s())
 
     def computing_s(self) -> float:
@@ -146,7 +146,7 @@ class ShapeBound:
         return min(self.shape.pipeline, micro_batches)
 
     def _passes_outside_trip(self, times: Sequence[_BlockTimes], warm_up: int) -> float:
-        """Return the least work of a stage outside the first round trip, in micro-batches.
+        """Return the least work of a stage outside the first round trip, as a number of micro-batches.
 
         The first micro-batch goes through all stages and back: the round trip. Meanwhile a stage
         can compute only the forward passes of the next warm_up - 1 micro-batches. A forward pass is
@@ -259,9 +259,9 @@ class ShapeBound:
         return max(compute_s, messages_s, with_reduction_s)
 
     def _block_times(self, node_type: int) -> _BlockTimes:
-        """Return the times of a transformer layer (block) of a stage inside a cluster.
+        """Return the times of a transformer layer (block) on a pipeline stage that lies inside a cluster.
 
-        They include the tensor, context and expert parallel collectives of the layer.
+        The times include the layer's tensor, context and expert parallel collectives.
 
         Args:
             node_type: Number of the cluster (the network numbers node types; here each is a cluster).
@@ -272,9 +272,9 @@ class ShapeBound:
         def collective_s() -> float:
             """Return the seconds of a block's tensor, context and expert parallel collectives.
 
-            Forward and backward pass together. They depend on the nodes of a single stage. So they
-            are priced on the smallest placement with a stage of `stage_ranks` ranks in the cluster
-            `node_type`: this stage alone, or the stages that share its node.
+            Forward and backward pass together. The seconds depend on the nodes of a single stage.
+            So they are priced on the smallest placement with a stage of `stage_ranks` ranks in the
+            cluster `node_type`: this stage alone, or the stages that share its node.
             """
             processes = self.network.widths[node_type]
             stages = max(1, processes // self.stage_ranks)
@@ -361,7 +361,7 @@ class ShapeBound:
         return holds_whole_pipelines and splits_nodes
 
     def _fastest_send_s(self, message_bytes: float, ethernet_share: float, latency: bool) -> float:
-        """Return the least seconds in which all ranks of a node send a message to the next stage.
+        """Return the least seconds in which all ranks of a node send an activation to the next stage.
 
         Each rank sends a message. The fastest network counts. Over Ethernet, tensor parallel ranks do
         not all send the same activation: each sends a slice of it, possibly compressed. Over fast
@@ -424,7 +424,7 @@ class ShapeBound:
             return self._ring_byte_s(fabric, ranks, rings_on_node)
 
         def least_byte_s() -> float:
-            """Return the seconds for a byte of gradients in the faster ring: inside or across clusters."""
+            """Return the seconds for each byte of gradients in the faster ring: inside or across clusters."""
             ranks_inside = max(1, group_ranks // len(node_types))
             inside_s = ring_byte_s(network.fabric([node_type]), ranks_inside)
             across_s = ring_byte_s(network.fabric(node_types), group_ranks)

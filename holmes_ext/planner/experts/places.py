@@ -103,7 +103,7 @@ def places_of(plan: Plan) -> Places:
 
 
 def _frozen(table: list[list[float]]) -> tuple[tuple[float, ...], ...]:
-    """Return a table as tuples, which cannot change."""
+    """Convert a table of lists into tuples, which cannot be changed."""
     return tuple(map(tuple, table))
 
 
@@ -123,7 +123,7 @@ def _first_rank(plan: Plan, cluster: str) -> int:
 
 
 def _ranks_of_places(far: tuple[tuple[float, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Divide the ranks into places, such as nodes: between ranks of a place, a token costs nothing.
+    """Group the ranks between which a token costs nothing, such as the ranks of a node.
 
     All ranks of a place have the same cost to every other rank.
 

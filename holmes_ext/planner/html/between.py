@@ -210,7 +210,7 @@ def _what_if(result: SearchResult) -> tuple[list[StepTimes], list[StepTimes]]:
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Return the limits of a logarithmic axis: no value lies at its border."""
+    """Return the limits of a logarithmic axis, a little wider than the values."""
     low, high = min(values), max(values)
     factor = 10 ** max(_MARGIN_DECADES, _MARGIN_SHARE * log10(high / low))
     return low / factor, high * factor
@@ -230,7 +230,7 @@ def _ticks(plt: Any, low: float, high: float) -> Sequence[float]:
 def _curves(
     axis: Any, x: Sequence[float], steps: Sequence[StepTimes], names: tuple[str, str]
 ) -> None:
-    """Draw a curve for the plan and another for the job without holmes.
+    """Draw the step times of the plan, and of the job without holmes, as two curves.
 
     Args:
         axis: Axes to draw on.

@@ -34,11 +34,11 @@ class Cut(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds by which the drawn time is shorter than the step."""
+        """Seconds by which the drawn timeline is shorter than the step."""
         return self.end - self.start - self.gap
 
     def rows(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the spans outside the cut, the later ones moved to the left."""
+        """Return the timeline's spans without those in the cut; the later ones are moved to the left."""
         result = []
         for name, spans in rows:
             drawn = []

@@ -211,7 +211,7 @@ def legend(figure: Any, handles: Sequence[Any], width: float) -> None:
 def _placement_panel(
     axis: Any, site: Site, nodes: Sequence[str], groups_use_best_nic: bool, sizes: Sizes
 ) -> None:
-    """Draw the placement of a panel.
+    """Draw clusters, nodes and process groups on the axes of a placement figure.
 
     Args:
         axis: Axes to draw on.
@@ -439,7 +439,7 @@ def timeline(
 
 
 class _Drawn(NamedTuple):
-    """Panel of a timeline as it is drawn."""
+    """Panel of a timeline as it is drawn, perhaps without the middle of the step."""
 
     title: str
     rows: list[Row]
@@ -448,9 +448,9 @@ class _Drawn(NamedTuple):
 
     @classmethod
     def of(cls, title: str, rows: list[Row], seconds: float, chunks: int) -> _Drawn:
-        """Return a panel; the middle of a step with more than MANY_MICRO_BATCHES is cut out.
+        """Create a panel; cut out the middle of a step with more than MANY_MICRO_BATCHES.
 
-        A note about the cut is added to the title. timeline() has the same arguments, for all panels.
+        A note about the cut is added to the title.
         """
         cut = cut_of(rows, chunks)
         if cut is None:

@@ -113,7 +113,7 @@ def with_fabric(site: Site, name: str, rate: float = 1.0, latency: float = 1.0) 
     """Return a site with the rate and the latency of the fabric `name` multiplied by factors."""
 
     def changed(fabric: Fabric) -> Fabric:
-        """Return the fabric with other rates if it is the one to change."""
+        """Return `fabric` with other rate and latency if it is the fabric to change, else as it is."""
         if fabric.name != name:
             return fabric
         rate_bps = round(fabric.rate_bps * rate)

@@ -129,7 +129,7 @@ class _NodeSets:
     """
 
     def __init__(self, result: SearchResult, spec: SiteSpec, end: float, rows: int):
-        """Start with all nodes.
+        """Start the search for a faster subset of the nodes with all nodes as the best set.
 
         Args:
             result: Plans on all nodes, from a quick search: it has not proven that no plan is
@@ -159,7 +159,7 @@ class _NodeSets:
         ]
 
     def _canonical(self, counts: Counts) -> Counts:
-        """Return a key that is equal for sets that differ in interchangeable clusters only.
+        """Return a key for a set of nodes; it is equal for sets that differ in interchangeable clusters only.
 
         The counts are sorted within each group of interchangeable clusters.
         """
@@ -196,7 +196,7 @@ class _NodeSets:
                 )
 
     def one_less(self) -> Iterator[Counts]:
-        """Yield sets of nodes that are a little smaller than the best set so far.
+        """Yield sets of nodes that lack a cluster, or a single node, of the best set so far.
 
         For each cluster, they are the best set without this cluster, and without a node of it.
         """
@@ -237,9 +237,9 @@ class _NodeSets:
         return self.best_result is not previous_result
 
     def _compute_s(self, counts: Counts) -> float:
-        """Return the seconds in which the GPUs of a set of nodes compute the batch.
+        """Return a lower bound on the step time on a set of nodes: its GPUs compute the batch without idling.
 
-        This is a lower bound on the step time there.
+        The result is in seconds.
 
         Args:
             counts: Number of nodes of each cluster.

@@ -80,7 +80,7 @@ class Candidate:
 
     @property
     def key(self) -> tuple[Shape, Placement, tuple[int, ...]]:
-        """Identity of the plan, whatever its schedule."""
+        """Value that identifies the plan apart from its pipeline schedule: shape, placement and split."""
         return self.shape, self.placement, self.split
 
 
@@ -185,11 +185,11 @@ class SearchResult:
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """GPU of each node type."""
+        """GPU model of each node type of the network."""
         return tuple(self.model.gpu_of(cluster) for cluster, _ in self.network.node_types)
 
     def describe(self, candidate: Candidate) -> str:
-        """Return the order of the clusters along the pipeline, in words."""
+        """Return a text with the order in which a plan's pipeline passes the clusters."""
         return described(self.network, candidate.placement)
 
     def tokens_per_s(self, candidate: Candidate) -> float:
@@ -225,7 +225,7 @@ class SearchResult:
 
     @cached_property
     def _cached_prices(self) -> Callable[[Shape, bool], Prices]:
-        """_compute_prices() with a cache of this result, not of the class."""
+        """_compute_prices() with a cache that belongs to this object, not to the class."""
         return lru_cache(maxsize=64)(self._compute_prices)
 
     def _compute_prices(self, shape: Shape, flat: bool) -> Prices:
@@ -357,7 +357,7 @@ class SearchResult:
         return stock, stock.candidate(shape, placement, layers)
 
     def with_known(self, candidate: Candidate) -> SearchResult:
-        """Return the result with `candidate` as its best plan, if `candidate` is faster.
+        """Make `candidate` the best plan of the result, if it is faster than the plans found.
 
         The candidate does not come from the search: it is the user's own layout, for example, with a
         micro-batch that the search does not try. The result is unchanged if the candidate was not
@@ -371,7 +371,7 @@ class SearchResult:
         return self.ranked([replace(candidate), *self.candidates], self.optimality_gap.bound_s)
 
     def ranked(self, candidates: list[Candidate], bound_s: float) -> SearchResult:
-        """Return the result with other candidates and their optimality gap.
+        """Replace the plans of a search result, and compute the optimality gap of the fastest.
 
         Args:
             candidates: Plans, the fastest first.
@@ -383,7 +383,7 @@ class SearchResult:
         )
 
     def on(self, network: Network, model: Model | None = None) -> SearchResult:
-        """Return the request of this result for another network or model: a copy without plans.
+        """Copy the search request for another network or model, without the plans found.
 
         A SearchResult without plans (candidates) is the request of a search; search() fills it.
 

@@ -187,7 +187,7 @@ class _Entry(NamedTuple):
 
 
 class _Phase(IntEnum):
-    """Next step of an item that is examined early, by priority.
+    """State of an item in the queue of early items; the value is its priority.
 
     An item is a part of the search space. Early items are near the best plan.
     """
@@ -238,7 +238,7 @@ class _BranchAndBound:
     """
 
     def __init__(self, result: SearchResult, end: float, progress: Progress | None):
-        """Prepare the search for a faster plan, without any work yet.
+        """Prepare the branch and bound search for a faster plan; run() does the work.
 
         Args:
             result: Result of a first look: plans, and the lower bound of each shape (parallel
@@ -389,16 +389,16 @@ class _BranchAndBound:
         return bool(self.queue) and self.queue[0].bound_s < self.best_s * (1 - EQUAL)
 
     def _push(self, bound_s: float, item: Item) -> None:
-        """Put a part of the search space into the main queue."""
+        """Put a part of the search space into the main queue, by its lower bound in seconds."""
         heapq.heappush(self.queue, _Entry(bound_s, next(self.number), item))
 
     def _push_early(self, phase: _Phase, order: float, bound_s: float, item: Item) -> None:
-        """Put a part of the search space into the queue of parts to examine first."""
+        """Put a part of the search space into the queue that is examined before the main queue."""
         entry = _EarlyEntry(phase, order, next(self.number), bound_s, item)
         heapq.heappush(self.early_queue, entry)
 
     def _record(self, outcome: Outcome, early: bool) -> None:
-        """Queue the new items that examining an item gave, and keep its plans and its bound.
+        """Keep the results of examining a part of the search space (item), and queue the new items.
 
         An item is a part of the search space: all plans of a shape (parallel sizes), or those with
         the same placement. A placement is first tightened (its lower bound is computed more
@@ -456,7 +456,7 @@ class _BranchAndBound:
         return min(bounds_s)
 
     def stop(self) -> None:
-        """End the worker processes."""
+        """End the worker processes of the search, if any were started."""
         if self.pool is not None:
             workers = list((self.pool._processes or {}).values())
             self.pool.shutdown(wait=False, cancel_futures=True)
@@ -466,7 +466,7 @@ class _BranchAndBound:
                 worker.join()
 
     def finish(self) -> SearchResult:
-        """Return the result: simulated candidates first, each part sorted by step time."""
+        """Return the search result: simulated plans first, then the others, each part sorted by step time."""
         ranked = sorted(
             self.candidates.values(),
             key=lambda plan: (not plan.simulated_s, plan.step_s, plan.peak_bytes),

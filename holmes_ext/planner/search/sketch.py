@@ -72,7 +72,10 @@ Progress = Callable[[int, int, float, float], None]
 
 
 class _PlacedSplit(NamedTuple):
-    """A placement with the split that makes its slowest stage as fast as possible; ordered by step time."""
+    """A placement of the stages and its most balanced split of the layers; ordered by step time.
+
+    In this split the slowest stage is as fast as possible.
+    """
 
     step_s: float  # by the closed form
     number: int  # decides between equal steps
@@ -93,7 +96,9 @@ class Sketch:
     """
 
     def __init__(self, result: SearchResult, rows: int, only: Sequence[Shape] = ()):
-        """Prepare the first look.
+        """Prepare the first look of a search: a ranking of all shapes by the closed form.
+
+        A shape is the parallel sizes, micro-batch, recomputation and ZeRO stage.
 
         Args:
             result: The request; candidates and counts are added to it.

@@ -94,7 +94,7 @@ class Limits:
             raise HolmesError(f"limit memory: {self.memory_bytes} bytes; it must be above 0")
 
     def of(self, name: str, values: Iterable[T]) -> list[T]:
-        """Return the values of the limit `name` that are allowed, out of `values`; all without a limit."""
+        """Filter `values` by the user's limit on `name`; without such a limit, return all of them."""
         return [value for value in values if value in self.allowed.get(name, (value,))]
 
     def allow_shape(self, shape: Shape) -> bool:
@@ -155,7 +155,7 @@ def parse_limits(texts: list[str]) -> Limits:
 
 
 def _value_of(text: str) -> int | str:
-    """Return a limit's value as a number if it has fewer than MAX_DIGITS digits, else as text."""
+    """Parse a limit's value: a number if it has fewer than MAX_DIGITS digits, else the text itself."""
     return int(text) if text.isdecimal() and len(text) < MAX_DIGITS else text
 
 

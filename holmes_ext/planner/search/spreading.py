@@ -149,7 +149,7 @@ class Crossing:
     """
 
     def __init__(self, network: Network, sent: float, reduced: float):
-        """Set the traffic.
+        """Store the traffic of a step and the rates between clusters; seconds() computes with them.
 
         Args:
             network: Rates between the clusters.
@@ -218,7 +218,7 @@ def _crossing_messages(sender: tuple[int, ...], receiver: tuple[int, ...]) -> li
 
 
 def _cluster_of_nodes(counts: Iterable[tuple[int, int]]) -> list[int]:
-    """Return the cluster of every node, from pairs of (cluster, number of nodes)."""
+    """Expand pairs (cluster, number of nodes) into a list with the cluster of every node."""
     return [cluster for cluster, nodes in counts for _ in range(nodes)]
 
 

@@ -34,7 +34,7 @@ CAUSES = {
 
 
 def causes(result: SearchResult, candidate: Candidate) -> dict[str, float]:
-    """Return the seconds of a step by cause (CAUSES), as the mean over all ranks.
+    """Divide the step time of a plan by cause (CAUSES): seconds as the mean over all ranks.
 
     The sum of all causes is the step time: the simulated time if the candidate was simulated.
     """
@@ -158,7 +158,7 @@ def _causes_by_plan(
 
 
 def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult, Candidate]:
-    """Return the job without holmes: the stock request, and the plan that this job runs.
+    """Return the job without holmes with the sizes of a plan: its search request, and the plan it runs.
 
     The parallel sizes are those of the candidate. A layout that the user gave keeps its number of
     layers on each stage; otherwise all stages get equally many. The plan is simulated if the

@@ -113,7 +113,7 @@ def wanted_companions(args: argparse.Namespace) -> list[Contribution]:
 
 
 def wanted(args: argparse.Namespace) -> bool:
-    """Return whether the arguments ask for a search.
+    """Return whether the arguments of `holmes plan` request a search for the best plan.
 
     The first rule that applies decides:
 

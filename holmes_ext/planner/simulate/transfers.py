@@ -29,7 +29,7 @@ class TransferMaker:
     """
 
     def __init__(self, network: Network, message_s: float):
-        """Set the network.
+        """Create a factory of transfers for a network.
 
         Args:
             network: Fabrics and rates.
