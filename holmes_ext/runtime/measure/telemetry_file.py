@@ -151,11 +151,11 @@ class Writer:
         self._queue.put(step)
 
     def put(self, document: dict[str, Any]) -> None:
-        """Queue a JSON document for the file, such as the offset of the clock."""
+        """Queue a JSON document as a line of the telemetry file, such as the offset of the clock."""
         self._queue.put(document)
 
     def close(self) -> None:
-        """Write all queued lines, then close the file. This takes at most _CLOSE_S seconds.
+        """Write all queued lines of telemetry, then close the file. This takes at most _CLOSE_S seconds.
 
         Operations that were under way at the end of the last step, and have ended since, are in no step's
         line. They get a further line, if there are any.
@@ -258,6 +258,7 @@ class Writer:
             document["between"] = pair_totals
         if reduction:
             document["reduction"] = reduction
+
         # A few steps (the same on all ranks) are traced: their lines list single operations. The second half
         # of the file's largest size is kept for lines without traces.
         if self._file >= 0 and traced(step) and self.written < self.limit / 2:
@@ -312,10 +313,10 @@ class Writer:
         for op in done:
             if op.peer is not None and op.peer < 0:
                 continue  # a message from any rank
-            if op.peer is not None:
+            if op.peer is not None:  # a message between two ranks
                 other = self.cluster_of(op.peer)
                 sent = op.sent
-            else:
+            else:  # a collective, taken as a ring
                 position = op.group.ranks.index(self.recorder.rank)
                 # All ranks in the order of the ring, from the next rank to this rank.
                 next_ranks = op.group.ranks[position + 1 :] + op.group.ranks[: position + 1]
