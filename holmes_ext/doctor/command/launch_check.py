@@ -97,7 +97,7 @@ def check_launchers(launches: Sequence[LaunchedNodes]) -> Iterator[Finding]:
 def with_own_name(
     launches: Sequence[LaunchedNodes], node: NodeReport | None
 ) -> list[LaunchedNodes]:
-    """Return nodes and processes of launchers, with the name of a node in place of its IP address.
+    """Replace the IP address of a node by the node's name, in the hosts that launchers start.
 
     Args:
         launches: Nodes and processes that the launchers of a command start.
@@ -318,6 +318,7 @@ def _check_processes(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Itera
     part = started_part(spec, launches)
     numbers = [launch.processes for launch in launches]
     flags = [launch.process_flag for launch in launches if launch.processes]
+
     # Processes on a node: the product of the numbers of all launchers. The innermost launcher must have a
     # number. An outer launcher without a number starts the inner one once on each node.
     if not launches or any(launch.hosts and launch.launcher != "srun" for launch in launches):
@@ -340,6 +341,7 @@ def _check_processes(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Itera
                 mend="make them agree (key 'processes')",
             )
         return
+
     # No launcher has a number for each node. mpirun, for example, has only the number of all processes.
     total = launches[-1].world_size
     sizes = {cluster.processes for cluster in part.clusters}
