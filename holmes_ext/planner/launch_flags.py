@@ -317,11 +317,13 @@ def _unsupported(candidate: Candidate, name: str, has_experts: bool = False) -> 
     order = candidate.placement.sizes.order
     limits = ENGINES[name].limits_for(has_experts)
     lacks = []
+
     # Limits on the fields of Shape. That on "order", which is none of them, follows below.
     for axis, allowed in limits.items():
         value = getattr(shape, axis, None)
         if value is not None and value not in allowed:
             lacks.append(f"{axis} {value} (limit {axis}={','.join(map(str, allowed))})")
+
     # Without a limit on the order of the axes, the framework supports every order.
     # With the order PIPELINES_FIRST, each pipeline has consecutive ranks. The search chooses it if
     # stages cannot have whole nodes of each cluster. Then data-parallel groups cross clusters. The

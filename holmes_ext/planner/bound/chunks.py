@@ -78,6 +78,7 @@ class _InterleavedBound:
         links_s = sum(self.stage_links_s)
         self.forward_lap_s = sum(self.forward_s) + links_s + bounds.last_to_first.total_s
         self.backward_lap_s = sum(self.backward_s) + links_s + bounds.last_to_first.total_s
+
         # The results: by stage, in seconds from the step's start.
         self.first_forward_start_s = self._first_forward_starts()
         self.first_backward_start_s = self._first_backward_starts()
@@ -244,15 +245,11 @@ class _InterleavedBound:
             # Embedding or output layer: once for each micro-batch, as only a single chunk has it.
             extra_s = self.micro_batches * bounds.extra_forward_s[stage]
             after_passes_s = start_s + self.passes * forward_s + extra_s
-            after_laps_s = (
-                start_s + self.passes * forward_s + self._lap_waits_s(self.forward_lap_s, forward_s)
-            )
-            after_messages_s = (
-                start_s
-                + (self.passes - 1) * interval_s
-                + self._lap_waits_s(self.forward_lap_s, interval_s)
-                + forward_s
-            )
+            pass_waits_s = self._lap_waits_s(self.forward_lap_s, forward_s)
+            after_laps_s = start_s + self.passes * forward_s + pass_waits_s
+            message_waits_s = self._lap_waits_s(self.forward_lap_s, interval_s)
+            last_message_s = start_s + (self.passes - 1) * interval_s + message_waits_s
+            after_messages_s = last_message_s + forward_s
             times_s = [after_passes_s, after_laps_s, after_messages_s]
             if self.passes > self.warm_up[stage]:
                 pairs = self.passes - self.warm_up[stage] - 1
@@ -260,7 +257,8 @@ class _InterleavedBound:
                 after_pairs_s = self.first_backward_start_s[stage] + pairs * pair_s
                 times_s.append(after_pairs_s)
             if stage:
-                output_s = self.output_forward_s * (stage == self.stage_count - 1)
+                is_last = stage == self.stage_count - 1
+                output_s = self.output_forward_s if is_last else 0.0
                 link_s = self.stage_links_s[stage - 1]
                 after_before_s = ends_s[stage - 1] + link_s + forward_s + output_s
                 times_s.append(after_before_s)
@@ -334,6 +332,7 @@ class _InterleavedBound:
         bounds = self.bounds
         behind = stage + 1
         backward_s = self.backward_s[stage]
+
         # Least seconds between two messages on the link between this stage and the next.
         interval_s = bounds.interval_s[stage]
         # The waits: a gradient travels through all stages (backward_lap_s) before its next chunk.
@@ -447,10 +446,12 @@ class _InterleavedBound:
         backward_end_s = self._backward_end_s(stage, followers)
         backward_start_s = backward_end_s - self.backward_s[stage] - bounds.extra_backward_s[stage]
         reduced_layers = self.stage_layers * (followers + 1) / self.chunks
+
         # The fixed part is latency, and the embedding in the first chunk; this completes last. On
         # the last stage it is the output layer, in the chunk that completes first.
         fixed_s = after.reduction.fixed_s if stage < self.stage_count - 1 else 0.0
         reduction_s = reduced_layers * after.reduction.block_s + fixed_s
+
         # The NIC also sends the gradients of the passes that follow: half of a micro-batch's
         # messages.
         gradients_s = passes_after * bounds.shared_nic_busy_s[stage] / 2
@@ -477,6 +478,7 @@ class _InterleavedBound:
             return self.last_backward_end_s[stage]
         backward_s = self.backward_s[stage]
         passes_after = followers * self.stage_count  # backward passes of the followers
+
         # Backward passes between the stage's last forward pass and the end of this chunk.
         closing_passes = self.in_flight[stage] - passes_after
         after_closing_s = self.last_forward_end_s[stage] + closing_passes * backward_s

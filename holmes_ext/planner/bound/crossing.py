@@ -132,11 +132,13 @@ def shared_hops(bounds: StageBounds) -> list[SharedHop]:
     for stage in range(bounds.stage_count):
         for hop, seconds in _hop_byte_s(bounds, stage).items():
             byte_s[hop][stage] = seconds
+
     # A stage may need 0 seconds, such as under ZeRO 2 and 3: it does not sum once a step. Then the
     # link sets no limit.
     candidates = [
         _shared_hop(bounds, by_stage) for by_stage in byte_s.values() if min(by_stage.values()) > 0
     ]
+
     # The slowest link needs most seconds for another layer on each of its stages.
     chosen: list[SharedHop] = []
     for candidate in sorted(candidates, key=lambda hop: -len(hop.stages) * hop.block_s):
@@ -161,10 +163,13 @@ def _shared_hop(bounds: StageBounds, byte_s: dict[int, float]) -> SharedHop:
     embedding_bytes, block_bytes, output_bytes = bounds.prices.job.reduced_bytes
     first_byte_s = byte_s.get(0, 0.0)
     last_byte_s = byte_s.get(bounds.stage_count - 1, 0.0)
-    nodes = bounds.placement.stages  # of each stage: node types and the ranks on each
+
+    # On the stage with the least traffic for a byte: a lower bound for all stages.
+    block_s = min(byte_s.values()) * block_bytes
     # Stages like stage 0. Only between equal reductions is the hop shared fairly, and stages on
     # equal nodes may reduce in different ways (ring, hierarchical): then their traffic for each
     # byte differs.
+    nodes = bounds.placement.stages  # of each stage: node types and the ranks on each
     beside_first = [
         stage
         for stage, seconds in byte_s.items()
@@ -172,8 +177,7 @@ def _shared_hop(bounds: StageBounds, byte_s: dict[int, float]) -> SharedHop:
     ]
     return SharedHop(
         stages=tuple(byte_s),
-        block_s=min(byte_s.values())
-        * block_bytes,  # on the stage with least traffic: a lower bound
+        block_s=block_s,
         ends_s=first_byte_s * embedding_bytes + last_byte_s * output_bytes,
         embedding_s=first_byte_s * embedding_bytes,
         beside_first=tuple(beside_first),

@@ -116,10 +116,12 @@ class StepLowerBound(PassBounds):
         self.update_intervals = [UpdateInterval(0.0, inf)]
         if not self.has_norm_barrier:
             return
+
         # Seconds of optimizer step and weight gather, linear in the layers of each stage.
         updates = (after.update for after in self.after_backward)
         # Equal stages: ((update, most layers), number of such stages).
         groups = tuple(Counter(zip(updates, self.max_layers)).items())
+
         # All placements of the same shape share this cache.
         cache = self.prices.cached_results
         key = ("update intervals", groups)
@@ -172,10 +174,12 @@ class StepLowerBound(PassBounds):
         # trip.
         further_rounds = (self.micro_batches - 1) // max(self.warm_up)
         in_rounds_s = (further_rounds + 1) * round_trip_s
+
         # The activations follow each other over the slowest stage link.
         interval_s = max(self.interval_s, default=0.0)
         one_by_one_s = round_trip_s + (self.micro_batches - 1) * interval_s
         passes_s = max(in_rounds_s, one_by_one_s)
+
         # The activations and gradients of all micro-batches, through the NIC of a single stage.
         nic_s = self.micro_batches * max(self.nic_busy_s)
         # The first stage's end follows the last gradient's arrival. The NIC may be that of another
@@ -220,6 +224,7 @@ class StepLowerBound(PassBounds):
             )
             both = self.layer_count - forward_only
             return forward_only * self.forward_s[0] + both * self.block_s[0] + extra_s
+
         # Each stage has 1 layer. The remaining layers go to the cheapest stages, as far as memory
         # allows.
         layer_s = [*self.forward_s[:backward_from], *self.block_s[backward_from:]]
@@ -329,9 +334,11 @@ class StepLowerBound(PassBounds):
             remaining_s - (all_links_s - self.links_before_s[max(hop.stages)])
             for hop in self.crossing
         ]
+
         # The first stage's last backward pass begins later by all stage links. After its reduction
         # the tied embedding's reduction and the update must still fit.
         first_stage_s = remaining_s - all_links_s - self.tied_s[0] - update_s
+
         # Most layers (blocks) of all stages whose gradients the links can carry in these times.
         blocks = blocks_at_most(self.crossing, limits, hop_remaining_s, first_stage_s)
         return blocks >= self.layer_count * ALMOST_ALL  # just below 1, for rounding errors
@@ -477,6 +484,7 @@ class StepLowerBound(PassBounds):
             # The first micro-batch passes all stages down, and those from `stage` on also up.
             first_returns_s = self._least_work_s(limits, backward_from=stage)
             starts_s.append(first_returns_s + start.fixed_s + start.block_s * layers)
+
         # All activations also pass the slowest stage link in sequence, on their way down.
         intervals_s = (self.micro_batches - 1) * max(self.interval_s, default=0.0)
         down_work_s = self._least_work_s(limits, backward_from=self.stage_count)

@@ -223,9 +223,9 @@ def of_family(
     open_count = count - sum(nodes or 0 for nodes in family)
     open_names = [name for cluster in open_clusters for name in cluster.nodes][:open_count]
     open_spec = replace(spec, clusters=tuple(open_clusters))
-    # Fabrics with their measured rates; Ethernet is the first.
-    ethernet, *fast = [links.line(fabric) for fabric in fabrics_of_spec(open_spec)]
 
+    # The networks of the ideal nodes. Fabrics with their measured rates; Ethernet is the first.
+    ethernet, *fast = [links.line(fabric) for fabric in fabrics_of_spec(open_spec)]
     fabrics = site.fabrics
     ports = [Port(ETHERNET, rate_bps=ethernet.rate_bps)]
     fast_bps = max((fabric.rate_bps for fabric in fast), default=0)
@@ -239,6 +239,8 @@ def of_family(
         shared_names = {fabric.name for fabric in fast} & {fabric.name for fabric in site.fabrics}
         ideal_port = Port(OPEN, rate_bps=ideal_bps)
         ports = [ideal_port, *(Port(name) for name in sorted(shared_names)), *ports]
+
+    # The ideal nodes with the best of the GPUs.
     processes = spec.clusters[0].processes
     open_nodes = [Node(name, OPEN, processes, tuple(ports)) for name in open_names]
     open_gpu = _best_gpu([model.gpu_of(cluster.name) for cluster in open_clusters])

@@ -85,6 +85,7 @@ class PassBounds(StageBounds):
         #: (up).
         self.layer_down_s = list(accumulate(self.forward_s, min, initial=inf))
         self.layer_up_s = list(accumulate(self.backward_s, min, initial=inf))
+
         # Item n: the least over the last n stages. Stage s has stage_count - 1 - s stages behind.
         least_of_last_s = list(accumulate(reversed(self.block_s), min, initial=inf))
         #: Least seconds that another layer on the stages behind adds to the round trip.
@@ -114,6 +115,7 @@ class PassBounds(StageBounds):
             + self.links_before_s[-1]
             + self.up_s[-1]
         )
+
         # The gradient reaches a stage earlier than it leaves the first stage. Subtract the way in
         # between: links and backward passes (up_s) of the stages before. Also subtract the backward
         # pass of this stage's single layer, as the caller adds those of all its layers.
@@ -164,6 +166,7 @@ class PassBounds(StageBounds):
         blocked_both_s = self._blocked_both_s(stage)
         forward_s = layers * self.forward_s[stage] + self.extra_forward_s[stage]
         pair_s = layers * self.block_s[stage] + self.extra_s[stage]  # a forward and a backward pass
+
         # A single round trip: the first backward pass waits for that of the first micro-batch.
         # Meanwhile the stage computes only warm_up - 1 forward passes: the trip hides them. The terms:
         #   all passes
@@ -213,12 +216,14 @@ class PassBounds(StageBounds):
         warm_up = self.warm_up[stage]
         if not self.async_stage_links or costs.room_bytes[stage] == inf:
             return warm_up
+
         # Bytes of a micro-batch's activations, and of weights, gradients and optimizer.
         kept_bytes = self._stage_bytes(stage, layers, costs.kept_bytes)
         if not kept_bytes:
             return warm_up
         state_bytes = self._stage_bytes(stage, layers, costs.state_bytes)
         free_bytes = costs.room_bytes[stage] - state_bytes
+
         # ROUNDING: a quotient just below a whole number counts as that number, so the bound stays
         # valid.
         fitting = floor(free_bytes / kept_bytes * (1 + ROUNDING))

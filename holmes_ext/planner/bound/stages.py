@@ -135,6 +135,7 @@ class StageBounds:
         self.stage_links_s = [message.total_s for message in to_next_stage]
         #: Seconds between messages that follow each other on the link to the next stage.
         self.interval_s = [message.interval_s for message in to_next_stage]
+
         # POSTED: the framework itself sends without waiting for the receiver.
         sends_block = not self.async_stage_links and self.run.engine.sends != POSTED
         #: Seconds for which a send blocks the stage.

@@ -115,6 +115,7 @@ def _smaller(text: str) -> str:
         r'd="M\1 \2V\3H\4V\2z"',
         text,
     )
+
     # Paths that follow each other with the same clip path and style (\1) become a single path.
     equal_paths = r'<path d="[^"]*" (clip-path="[^"]*" style="[^"]*")/>(?:\s*<path d="[^"]*" \1/>)+'
 
@@ -348,8 +349,8 @@ def last_step(traces: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     if "step" in traces[0]:
         begin, end = traces[0]["step"]
         return begin, end
-    ends = [[event[2] for event in trace["events"] if event[0] == "optimizer"] for trace in traces]
-    return max(end[-3] for end in ends), max(end[-2] for end in ends)
+    ends = [[end for kind, _, end, _ in trace["events"] if kind == "optimizer"] for trace in traces]
+    return max(rank_ends[-3] for rank_ends in ends), max(rank_ends[-2] for rank_ends in ends)
 
 
 def timeline_figure(
@@ -369,12 +370,11 @@ def timeline_figure(
         begin, end = last_step(traces)
         rows = []
         for trace in traces:
-            # Events that overlap the step, cut off at its start and end. event: (kind, start, end,
-            # ...)
-            within = (event for event in trace["events"] if event[2] > begin and event[1] < end)
+            # Events that overlap the step, cut off at its start and end.
             spans = [
                 (kind, max(start, begin) - begin, min(stop, end) - begin)
-                for kind, start, stop, _ in within
+                for kind, start, stop, _ in trace["events"]
+                if stop > begin and start < end
             ]
             rows.append((trace["node"], spans))
         panels[f"{name}: {end - begin:.3f} s"] = rows, end - begin

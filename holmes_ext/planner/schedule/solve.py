@@ -102,6 +102,7 @@ def quickest(
     inputs = tuple(backward_s - weights_s for backward_s, weights_s in zip(backward, weights))
     times = Times(forward, inputs, weights, transfer, micro_batches, tuple(room))
     pass_order = solved(times, in_flight, one_order)
+
     # An order that saves less than WORTH_MORE of the step is not worth it.
     is_faster = max(pass_order.ends(times)) < step_1f1b_s * (1 - WORTH_MORE)
     return pass_order if is_faster else None
@@ -313,6 +314,7 @@ class _StageState:
         self.forwards = 0
         self.inputs = 0
         self.weights = 0
+
         # Moments at which messages arrive, as far as they are known, by micro-batch.
         self.activations = activations
         self.gradients: list[float] = []

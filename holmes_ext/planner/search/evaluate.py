@@ -215,6 +215,7 @@ class Evaluator:
             for bound_s, placement in bounds
             if bound_s < best_s * (1 - EQUAL)
         ]
+
         # Both are lower bounds on the placements that were left out, so the larger counts.
         return Outcome(items, candidates=[], remaining_s=max(ideal_s, remaining_s))
 
@@ -285,6 +286,7 @@ class Evaluator:
         if shape.virtual > 1 or shape.pipeline == 1:
             seconds_of(uniform(stages.layer_count, stages.stage_count))  # adds it to `simulated`
             return Outcome(items=[], candidates=[*simulated.values()], remaining_s=inf)
+
         # item.split has the placement's lower bound (_tighten()).
         splits = (self.balanced_split(stages), self.good_split(stages), item.split)
         fastest = min(filter(None, splits), key=seconds_of)  # () is no split

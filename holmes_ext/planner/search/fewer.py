@@ -180,20 +180,21 @@ class _NodeSets:
             return
         names = [cluster.name for cluster in self.spec.clusters]
         network = self.best_result.network
+
         # The network numbers the clusters in an order of its own: its number -> index in `counts`.
         index_of = [
             names.index(network.cluster(number)) for number in range(len(network.node_types))
         ]
-        rates_bps = {  # (cluster, cluster) -> bits/s
-            (index_of[source], index_of[target]): rate_bps
-            for (source, target), rate_bps in rates_between(network).items()
-        }
+        rates_bps = {}  # (cluster, cluster) -> bits/s
+        for (source, target), rate_bps in rates_between(network).items():
+            rates_bps[index_of[source], index_of[target]] = rate_bps
         for least_bps in sorted({*rates_bps.values()}):
             # A component: clusters that links of at least this rate connect.
             for component in _components(clusters, rates_bps, least_bps):
-                yield tuple(
-                    count if index in component else 0 for index, count in enumerate(self.counts)
-                )
+                counts = [0] * len(clusters)
+                for index in component:
+                    counts[index] = self.counts[index]
+                yield tuple(counts)
 
     def one_less(self) -> Iterator[Counts]:
         """Yield sets of nodes that lack a cluster, or a single node, of the best set so far.
@@ -272,6 +273,7 @@ class _NodeSets:
                 promising.append(shape)
         if not promising:
             return None
+
         # A share of the remaining time, as other sets follow.
         seconds = FIRST_LOOK_SHARE * max(0.0, self.end - time.monotonic())
         try:

@@ -262,12 +262,14 @@ class SearchResult:
             hybrid=shape.replicas > 1,  # ZeRO 3 shards inside each cluster only
         )
         sizes = shape.sizes()
+
         # (key, function) -> the function's value, computed once a key. So a key has everything that
         # affects the value; the model itself is not hashable, so its id stands for it.
         remember = self.network.remember
         key = (id(self.model), shape.micro_batch, shape.recompute)
         model_key = (*key, shape.micro_batches, shape.mode)
         model = remember(model_key, lambda: shape.model(self.model))
+
         # The layers of a rank. They also depend on the sizes that divide a layer, and on whether a
         # single stage has all layers.
         has_all_layers = shape.pipeline == 1

@@ -112,6 +112,7 @@ def search(
         # The caller has this object, the request, even if the search ends with an error or an
         # interrupt.
         result.seconds = time.monotonic() - begin
+
     # `found` may be a copy of the request, so it needs the time, too.
     return replace(found, seconds=time.monotonic() - begin)
 
@@ -409,6 +410,7 @@ class _BranchAndBound:
             outcome: Result of the work on an item: smaller items, and simulated plans.
             early: The item came from the early queue. Then the new placements go there, too.
         """
+        # The new items.
         by_bound = sorted(outcome.items, key=lambda entry: entry.bound_s)
         for rank, (bound_s, item) in enumerate(by_bound):
             if early and isinstance(item, PlacedShape):
@@ -422,11 +424,14 @@ class _BranchAndBound:
                 self._push_early(phase, order, bound_s, item)
             else:
                 self._push(bound_s, item)
+
+        # The simulated plans. A plan that is simulated already stays as it is.
         self.remaining_s = min(self.remaining_s, outcome.remaining_s)
         for candidate in outcome.candidates:
             previous = self.candidates.get(candidate.key)
             if previous is None or not previous.simulated_s:
                 self.candidates[candidate.key] = candidate
+
         # `processed` counts the items that could give a better plan. Tightening a bound cannot: it
         # gives back the same placement as the only item, so that is not counted.
         only_tightened = any(

@@ -58,6 +58,7 @@ def _compute_causes(result: SearchResult, candidate: Candidate) -> dict[str, flo
             seconds[cause] += exposed_s / stage_count
     micro_batches = candidate.shape.micro_batches
     collectives_s = micro_batches * _collectives_s(result, candidate) / stage_count
+
     # The computation of a pass contains its collectives; here they are a cause of their own.
     seconds["collectives"] = collectives_s
     seconds["compute"] -= collectives_s
@@ -106,10 +107,11 @@ def are_reasons_simulated(result: SearchResult) -> bool:
 
 
 def _remembered_reasons(result: SearchResult) -> _StepTimeByCause:
-    """Return the seconds of a step by cause.
+    """Return the seconds of a step by cause, for the best plan and for the user's own layout.
 
-    The closed form of a plan that could not be simulated in time is not remembered: the page, which has
-    no deadline, simulates the seconds by cause as its other pictures.
+    They come from a simulation, and are kept for the next call. If the time is over before they are
+    known, they come from the closed form. These are not kept: the page, which has no deadline,
+    simulates the seconds by cause as its other pictures.
     """
     best = result.best
     layout = result.user_layout
@@ -243,6 +245,7 @@ def best_stock(result: SearchResult, end: float = inf) -> Candidate | None:
     if not result.best.simulated_s:
         return next(iter(ranked), None)
     chosen: dict[Candidate, None] = {}  # to simulate; an ordered set
+
     # The closed form underestimates interleaved schedules, so each schedule has its own fastest
     # plans.
     for interleaved in (False, True):

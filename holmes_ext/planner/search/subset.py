@@ -137,6 +137,7 @@ def best_subset(
         order=order or clusters,
         end=end,
     )
+
     # Good subsets first: the better the best price, the more families their floors exclude.
     search.price_all(_likely_subsets(idle, count, unit), search.moment(LIKELY_SHARE))
     search.move_nodes(unit, search.moment(LIKELY_SHARE))
@@ -218,6 +219,7 @@ class _SubsetSearch:
         #: Floors of families with a single fixed cluster.
         self.floors: dict[Family, float] = {}
         all_open: Family = (None,) * len(idle)  # the family of all subsets
+
         # Of equal bounds the newest family is divided first (depth first), so numbers fall.
         self.number = count_from(0, -1)
         #: Heap of the families that are neither divided nor excluded: the least floor is the first.
@@ -315,6 +317,7 @@ class _SubsetSearch:
                 floor_s = max(floor_s, self.floors[larger])
                 if floor_s >= self.best_s:
                     return floor_s
+
         # A family with a single fixed cluster has its own bound above. A subset (no open cluster)
         # needs none: it is priced instead.
         if None in family and len(fixed) > 1:
@@ -447,13 +450,15 @@ def _likely_subsets(idle: Counts, count: int, unit: int) -> Iterator[Counts]:
         others = sorted(set(clusters) - set(order), key=lambda index: -idle[index])
         for multiple in dict.fromkeys((1, unit)):
             yield _fill_clusters(idle, count, (*order, *others), multiple)
+
     # Equal parts of 2, 3, ... clusters.
     for size in range(2, len(idle) + 1):
         part, remainder = divmod(count, size)
         if remainder:
             continue
         for chosen in combinations(clusters, size):
-            if all(idle[index] >= part for index in chosen):
+            has_enough_nodes = all(idle[index] >= part for index in chosen)
+            if has_enough_nodes:
                 yield tuple(part if index in chosen else 0 for index in clusters)
 
 

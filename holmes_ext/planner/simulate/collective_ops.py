@@ -205,6 +205,7 @@ class CollectiveOps(Collectives):
         awaits_gathers = self.late_gather and letter == "F" and micro_batch == 0
         if not final and not awaits_gathers:
             return PassOperations(needs, launches)
+
         # A group: buckets of gradients that are sent together, after the layer `group.after`.
         for number, group in enumerate(self.bucket_groups.get((pipeline_class, stage), [])):
             # Layers of this pass's chunk with gradients in the group's buckets.
@@ -303,6 +304,7 @@ class CollectiveOps(Collectives):
             groups = self.shards or self.groups
             if (pipeline_class, stage) in groups:
                 shards = groups[pipeline_class, stage].ranks
+
         # All chunks of the stage: chunk c is at c x stages + stage.
         parameters = sum(
             self.parameters[layer]

@@ -103,6 +103,7 @@ class Collectives:
         #: Tag of a collective -> tags of the transfers to post instead: the first of each of its
         #: chains.
         self.starts: dict[Tag, list[Hashable]] = {}
+
         # By (pipeline class, stage): groups that sum gradients, groups that shard, buckets.
         self.groups: dict[tuple[int, int], GroupFamily] = {}
         self.shards: dict[tuple[int, int], GroupFamily] = {}

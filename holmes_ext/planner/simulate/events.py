@@ -173,6 +173,7 @@ class Simulation:
         self.position = [0] * len(programs)
         self.spans: list[list[Span]] = [[] for _ in programs]
         self.flows: dict[Hashable, dict[Hashable, Transfer]] = {}  # NIC -> tag -> flow
+
         # Channel -> tags of its transfers that are ready, in order; the first is under way.
         self.channels: dict[Hashable, deque[Hashable]] = {}
         self.carried: dict[Hashable, float] = {}  # NIC -> bits
@@ -473,8 +474,8 @@ def _fair_rates(
     """
     if len(flows) == 1:
         ((tag, flow),) = flows.items()
-        shares = (capacities[nic] / weight for nic, weight in flow.uses if weight > _NO_WEIGHT)
-        return {tag: min((flow.limit_bps, *shares))}
+        nics_bps = (capacities[nic] / weight for nic, weight in flow.uses if weight > _NO_WEIGHT)
+        return {tag: min((flow.limit_bps, *nics_bps))}
     free_bps = {nic: capacities[nic] for nic in nics}
     weights = dict.fromkeys(nics, 0.0)  # of the growing flows on each NIC
     for flow in flows.values():
