@@ -214,8 +214,10 @@ class Placement:
         The list ascends, from 0 to `stage_ranks`, both included. Between two neighbours in the list,
         the nodes of every stage are equal.
         """
-        contents = dict.fromkeys(self.stages)
-        ends = {end for content in contents for end in accumulate(ranks for _, ranks in content)}
+        ends: set[int] = set()
+        for content in set(self.stages):  # each different (node type, ranks), ... of a stage
+            rank_counts = [ranks for _, ranks in content]
+            ends.update(accumulate(rank_counts))  # end of each node type's ranks in the stage
         return [0, *sorted(ends)]
 
     @cached_property

@@ -298,9 +298,9 @@ class Network:
         # (from cluster, to cluster) -> number of links of the ring between them.
         pairs = Counter(self.neighbours(family.ring))
         # Latency beyond the fabric's own, of each rank's link to the next rank; 0 inside a cluster.
-        link_latency_s = [
-            self.wan_latency_s(fabric, pair) for pair, times in pairs.items() for _ in range(times)
-        ]
+        link_latency_s = []
+        for pair, times in pairs.items():
+            link_latency_s += [self.wan_latency_s(fabric, pair)] * times
         link_latency_s += [0.0] * (ranks - len(link_latency_s))
         # A chunk passes all links except the last, first for the sum and again to distribute it.
         # The slowest chunk leaves out the fastest link.
