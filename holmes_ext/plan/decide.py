@@ -455,7 +455,7 @@ def decisions(
 
 
 def with_traffic(plan: Plan, options: Options, engine: EngineTraits = EngineTraits()) -> Plan:
-    """Return `plan` with the decisions for both network APIs, as a single entry if they are equal."""
+    """Decide how groups communicate with NCCL and with gloo; add both (once if equal) to `plan`."""
     verbs, sockets = (
         decisions(plan, network_api, options, engine).traffic() for network_api in NETWORK_APIS
     )

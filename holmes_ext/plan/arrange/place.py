@@ -487,7 +487,7 @@ class _Search:
 def _divisions_with_leftovers(counts: Mapping[int, int], size: int) -> Iterator[list[Component]]:
     """Yield divisions of nodes into components (nodes with the same stages), with few mixed components.
 
-    Leftovers of the classes are put in a line, class after class in every order, and cut into components.
+    Nodes that fill no component of their class alone are lined up, in every order of classes, and cut.
 
     Args:
         counts: Class of node (nodes on the same fabrics) -> number of nodes.

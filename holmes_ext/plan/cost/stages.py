@@ -335,7 +335,7 @@ class StageCosts:
         return list(accumulate(self.by_layer(row), initial=0.0))
 
     def by_layer(self, row: Row) -> Iterator[float]:
-        """Yield a number for every layer, from numbers by kind of layer."""
+        """Yield a number for every layer, given one each for embedding, block and output layer."""
         return (value for value, count in zip(row, self.repeats) for _ in range(count))
 
     @cached_property

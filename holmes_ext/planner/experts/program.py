@@ -263,7 +263,7 @@ class _Problem:
         return result
 
     def total(self, experts_of: dict[int, list[int]], weights: Any) -> float:
-        """Return the sum of weights[from rank, to rank] over all tokens, given rank -> experts."""
+        """Return the sum of weights[from rank, to rank] of all tokens, for experts placed on ranks."""
         rank_of = self.np.zeros(len(self.load), int)
         for rank, experts in experts_of.items():
             rank_of[experts] = rank

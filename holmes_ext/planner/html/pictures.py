@@ -140,7 +140,7 @@ def write(figure: Any, path: str | Path, advice: str) -> Path:
     Args:
         figure: The figure.
         path: The file.
-        advice: Advice in the error message.
+        advice: What the user can do if writing fails, for the error message.
 
     Raises:
         HolmesError: The file cannot be written.

@@ -325,7 +325,7 @@ class Evaluator:
         start = min(balanced, with_reduction, key=seconds_of)
 
         def moves(split: Split) -> Iterator[tuple[int, int]]:
-            """Yield (from stage, to stage) for a block, from much to little work."""
+            """Yield moves of a block to try, (from stage, to stage): from much work to little."""
             return full_to_empty(_work_s(stages, split))
 
         return improved(start, seconds_of, moves, MAX_TRIES)

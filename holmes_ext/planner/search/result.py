@@ -225,7 +225,10 @@ class SearchResult:
 
     @cached_property
     def _cached_prices(self) -> Callable[[Shape, bool], Prices]:
-        """_compute_prices() with a cache that belongs to this object, not to the class."""
+        """Return a function that computes the Prices of a shape, and keeps those of the last 64 shapes.
+
+        The cache belongs to this object: a decorated method would share one with all objects.
+        """
         return lru_cache(maxsize=64)(self._compute_prices)
 
     def _compute_prices(self, shape: Shape, flat: bool) -> Prices:

@@ -171,7 +171,7 @@ def _start_worker(result: SearchResult) -> None:
 
 
 def _process_in_worker(item: Item, bound_s: float, best_s: float) -> Outcome:
-    """Examine a part of the search space in a worker process (see Evaluator.process)."""
+    """Divide, bound or simulate a part of the search space (Evaluator.process), in a worker process."""
     assert _evaluator is not None
     return _evaluator.process(item, bound_s, best_s)
 

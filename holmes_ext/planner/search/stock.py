@@ -131,7 +131,13 @@ def _remembered_reasons(result: SearchResult) -> _StepTimeByCause:
 def _reasons_of(
     result: SearchResult, best: Candidate, layout: Candidate | None
 ) -> _StepTimeByCause:
-    """Compute the seconds of a step by cause; the arguments are those of _causes_by_plan()."""
+    """Compute the seconds of a step by cause, for the best plan, the user's layout and the stock job.
+
+    Args:
+        result: The search.
+        best: The best plan. Its seconds are simulated if its step was.
+        layout: The user's layout; None if there is none, or if it is the best plan.
+    """
     by_plan = _causes_by_plan(result, best, layout)
     return _StepTimeByCause(by_plan, are_simulated=bool(best.simulated_s))
 

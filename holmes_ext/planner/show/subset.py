@@ -66,7 +66,7 @@ class RankedSubset(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the choice of nodes."""
+    """Add the options of `holmes plan` that choose nodes to request from a scheduler (--nodes)."""
     add = parser.add_argument_group("which nodes to ask for").add_argument
     add("--nodes", type=int, metavar="N", help="the N nodes of --from-cluster that train fastest")
     add(
