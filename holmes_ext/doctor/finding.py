@@ -45,7 +45,7 @@ note = partial(Finding, "note")
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings, with those that differ only in `about` merged into one with all names.
+    """Merge the findings that differ only in `about` (what they are about) into one with all names.
 
     Eight HCAs with the same fault give one finding about "mlx5_0:1, mlx5_1:1, ...".
     """

@@ -69,7 +69,7 @@ class Fit:
 
 
 def fit_of(patch: Patch, check: bool) -> Fit:
-    """Return whether and why a patch (a change of a framework's function) fits the framework.
+    """Compare a patch (a change of a framework's function) with the framework: whether and why it fits.
 
     First the version of the installed framework is compared. Then the function itself is compared:
     with `check` after an import, otherwise in the source. Without an import, the version may not be
@@ -118,7 +118,7 @@ def fit_of(patch: Patch, check: bool) -> Fit:
 
 
 def _fit_of_other_version(patch: Patch, version: str | None) -> Fit:
-    """Return the Fit of a patch that is made for another version of the framework than `version`.
+    """Explain that a patch does not fit, because it is made for another version than `version`.
 
     Args:
         patch: The patch, whose field `only` limits it to some versions.
@@ -220,6 +220,7 @@ def _finding_on_features(cause: _Cause, features: Mapping[str, Feature]) -> Find
     feature = next(iter(features.values()))
     names = ", ".join(features)
     name = feature.requirement.name
+
     # tried: versions that were run with holmes, oldest first; () if there is none.
     versions = (
         f"{name} {feature.tried[0]} to {feature.tried[-1]}"
@@ -330,7 +331,7 @@ def _start_up_code(folders: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _lines_of(file: Path) -> list[str]:
-    """Return the lines of a file; none if it cannot be read."""
+    """Read the lines of a file; none if it cannot be read."""
     try:
         return read_text(file, advice="", errors="replace").splitlines()
     except HolmesError:

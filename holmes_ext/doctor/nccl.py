@@ -226,7 +226,7 @@ def _problems_of_value(
 
 
 def _note_on_plugin(nccl_of_node: NcclOfNode, nics: Sequence[Nic]) -> Finding:
-    """Return a note about the network plugin that NCCL would load.
+    """Describe the network plugin that NCCL would load on a node, as a note.
 
     The note names the groups that use the plugin; if there are none, it says how to make groups use it.
 
@@ -322,7 +322,7 @@ def _check_iwarp(nics: Sequence[Nic]) -> Iterator[Finding]:
 
 
 def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, str]) -> list[str]:
-    """Return lines for the user that show the settings that holmes would hand over to NCCL.
+    """Describe the settings that holmes would hand over to NCCL on a node, as lines for the user.
 
     The lines are NCCL's environment variables (NCCL_SOCKET_IFNAME="=eth0"), and the network of the
     process groups on each fabric. Further lines describe the effect of these settings in the installed
@@ -341,6 +341,7 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
     in_files = file_settings(environ)  # variable -> its value in NCCL's configuration files
     no_setting = FileSetting("", "")
     lines = []
+
     # A value that the user has set counts, in the environment or in one of these files.
     for name, value in variables_of(site_node).items():
         users_value = environ.get(name) or in_files.get(name, no_setting).value
@@ -356,6 +357,7 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
         choice = f"network {network!r}" if network else "NCCL chooses"
         lines.append(f"groups on {fabric.name} ({fabric.kind}): {choice}")
     lines.append("groups inside the node: NCCL chooses (NVLink, PCIe, shared memory)")
+
     # A remark begins with "node NAME: ". That is not needed for a single node.
     lines += [line.partition(": ")[2] for line in nccl_remarks(site, [node])]
     has_roce = any(
@@ -363,13 +365,14 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
         for port in site_node.ports
     )
     is_gid_index_set = any(line.startswith("NCCL_IB_GID_INDEX=") for line in lines)
+
     # Without a GID index, NCCL must find that of each RoCE port. Only newer versions do.
     lines += _lines_on_version(needs_gid_index=has_roce and not is_gid_index_set)
     return lines
 
 
 def _quoted(value: str) -> str:
-    """Return a value of a variable for messages, in quotes if it starts with "=".
+    """Format the value of an NCCL variable for messages, in quotes if it starts with "=".
 
     NCCL takes the names after "=" as whole names, not as prefixes. Without quotes, "NCCL_IB_HCA==mlx5_0"
     would look like a misprint.

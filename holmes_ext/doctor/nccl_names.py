@@ -44,7 +44,7 @@ class ListedName(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The name as the user wrote it."""
+        """The name as the user wrote it in the variable, such as "mlx5_0:1"."""
         return self.name if self.port == _ANY_PORT else f"{self.name}:{self.port}"
 
     @property
@@ -74,7 +74,7 @@ class NameList(NamedTuple):
         return fits and (listed.port == port or _ANY_PORT in (listed.port, port))
 
     def selects(self, device: str, port: int = _ANY_PORT) -> bool:
-        """Return whether NCCL uses a device.
+        """Return whether the list makes NCCL use a device.
 
         Args:
             device: Name of a network device or HCA.
@@ -88,7 +88,7 @@ class NameList(NamedTuple):
 
 
 def parse_names(value: str) -> NameList:
-    """Return the list in a value of NCCL_SOCKET_IFNAME or NCCL_IB_HCA."""
+    """Parse a value of NCCL_SOCKET_IFNAME or NCCL_IB_HCA into its list of names."""
     excludes = value.startswith("^")
     value = value.removeprefix("^")
     exact = value.startswith("=")
@@ -107,7 +107,7 @@ def parse_names(value: str) -> NameList:
 def missing_interfaces(
     variable: str, value: str, missing: Sequence[str], existing: Collection[str]
 ) -> Finding:
-    """Return the problem that a variable names interfaces that the node does not have.
+    """Report as a problem that a variable names network interfaces that the node does not have.
 
     Args:
         variable: Name of the variable.
@@ -147,6 +147,7 @@ def check_socket_names(value: str, nics: Sequence[Nic]) -> Iterator[Finding]:
         missing = [item.text for item in listed.names] or ["all"]
         yield missing_interfaces(variable, value, missing, existing)
         return
+
     # In a copy of another machine's /sys (a captured tree), the addresses may be missing.
     are_addresses_known = any(nic.addresses for nic in nics)
     obstacles = {name: _socket_obstacle(nic_of.get(name), are_addresses_known) for name in named}
@@ -237,6 +238,7 @@ def check_hca_names(value: str, nics: Sequence[Nic], unused: Collection[str]) ->
         return
     variable = "NCCL_IB_HCA"
     listed = parse_names(value)
+
     # NCCL's network "IB" has the ports with these two link layers.
     verbs_nics = [nic for nic in nics if KINDS[nic.kind].layer in ("InfiniBand", "Ethernet")]
     existing = some_of((nic.name for nic in verbs_nics), _MOST_NAMED) or "none"
@@ -250,6 +252,7 @@ def check_hca_names(value: str, nics: Sequence[Nic], unused: Collection[str]) ->
         elif not any(nic.up for nic in matched):
             down.append(item.text)
     selected = [nic for nic in verbs_nics if nic.up and listed.selects(nic.device, nic.port)]
+
     # "mlx5_,bnxt_re" is meant for nodes with HCAs of either vendor. So the start of a vendor's names
     # may match no HCA of this node, if another name of the list does.
     are_families_alternatives = bool(selected) and not listed.exact

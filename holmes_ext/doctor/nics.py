@@ -127,7 +127,7 @@ def check_machine(nics: Sequence[Nic], kind: str = "", live: bool = True) -> Ite
 
 
 def _check_state(nic: Nic) -> Iterator[Finding]:
-    """Yield the first of these findings that applies to a NIC, if any does.
+    """Yield a finding about the first fault of a NIC's state, if it has any.
 
     No subnet manager, the port is down, no RoCE v2 GID, no IP address, the default subnet prefix.
     """
@@ -373,7 +373,7 @@ def _check_bonds(nics: Sequence[Nic]) -> Iterator[Finding]:
 
 
 def _check_foreign(nics: Sequence[Nic]) -> Iterator[Finding]:
-    """Yield a finding if the only RDMA ports have their net devices in another network namespace."""
+    """Yield a finding if no RDMA port can be used, because their net devices are in another namespace."""
     foreign = [nic.name for nic in nics if nic.skipped == FOREIGN and nic.up]
     if foreign and not any(nic.fast and nic.usable for nic in nics):
         yield problem(

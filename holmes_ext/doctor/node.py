@@ -59,6 +59,7 @@ def check_node(
         nccl=nccl_of_node(environ, nics),
     )
     cluster_kind = kind_of(name, spec)  # "" if cluster.toml does not have this node
+
     # `skipped` is why jobs do not use a NIC. mark_unused() changes it for NICs that cluster.toml leaves out.
     marked_nics = mark_unused(nics, name, spec)
     unused = [

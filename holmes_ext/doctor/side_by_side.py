@@ -42,12 +42,12 @@ class NodeCheck:
     nccl: tuple[str, ...] = ()  # lines about the settings that holmes would pass to NCCL
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the document for --json."""
+        """Convert the results of a node's checks into the document for --json."""
         return {"version": VERSION, **asdict(self)}
 
     @classmethod
     def from_table(cls, table: Table) -> NodeCheck:
-        """Return the NodeCheck of a document; raise HolmesError, which names file and key, if it is bad."""
+        """Parse the results of a node's checks; raise HolmesError (with file and key) if they are bad."""
         try:
             table.version(VERSION)
             return table.into(cls)
@@ -85,6 +85,7 @@ def compare(checks: Sequence[NodeCheck], spec: SiteSpec | None) -> list[Finding]
         findings += _finding_if_different(
             problem, "all nodes", values, what=f"version of {name}", why=why, mend=mend
         )
+
     # `settings` are environment variables.
     for name in sorted({name for check in checks for name in check.settings}):
         values = {check.node.name: check.settings.get(name, "unset") for check in checks}
@@ -127,7 +128,7 @@ def _check_fabrics(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Find
 def _comparable_nodes(
     checks: Sequence[NodeCheck], spec: SiteSpec | None
 ) -> list[tuple[str, list[NodeCheck]]]:
-    """Return groups of nodes that should be equal, each with a title for findings.
+    """Group the nodes that should be equal; return each group with a title for findings.
 
     Args:
         checks: Results of each node.
@@ -243,7 +244,7 @@ def _finding_if_different(
     why: str,
     mend: str,
 ) -> Iterator[Finding]:
-    """Yield a finding if nodes have different values of a property.
+    """Compare a property of several nodes, and yield a finding if it differs.
 
     Args:
         make: Makes the finding: problem or note.

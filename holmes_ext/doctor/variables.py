@@ -48,7 +48,7 @@ CROSS_DC = ("NCCL_ALLNET_ENABLE", "NCCL_SCATTER_XDC")
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of COMPARED (they must be equal on all nodes of a job) that are set."""
+    """Return those set variables that must be equal on all nodes of a job (COMPARED)."""
     return {name: environ[name] for name in COMPARED if environ.get(name)}
 
 

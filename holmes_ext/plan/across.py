@@ -37,7 +37,7 @@ ALL_ORDERS = 7
 
 
 def hop_loads(wan: Wan, pairs: Mapping[Pair, float]) -> dict[Hop, float]:
-    """Return the load of each link between clusters, which carries the load of all pairs routed over it.
+    """Add up the load of each link between clusters, from the pairs of clusters that send over it.
 
     Args:
         wan: Network between the clusters.
@@ -66,7 +66,7 @@ def ways_across(wan: Wan, names: Sequence[str]) -> tuple[CrossClusterAlgorithm, 
 
 @lru_cache(maxsize=256)
 def _ways(wan: Wan, names: tuple[str, ...]) -> tuple[CrossClusterAlgorithm, ...]:
-    """Return direct exchanges, the cheapest ring, and the distinct trees from every root, in this order."""
+    """Return the algorithms to price: direct exchanges, the cheapest ring, and trees from every root."""
     ring = best_order(names, wan.cost, closed=True)
     trees = dict.fromkeys(tree for root in names for tree in _trees(root, names, ring, wan.cost))
     return (CrossClusterAlgorithm("direct", names), CrossClusterAlgorithm("ring", ring), *trees)
@@ -87,7 +87,7 @@ def best_order(
     """
 
     def total(order: Sequence[T]) -> tuple[float, float, float]:
-        """Return the cost of an order: first number of its worst link, then sums of both numbers."""
+        """Return the cost of an order of clusters, as a tuple to compare: worst link first, then sums."""
         links = neighbours(order) if closed else list(zip(order, order[1:]))
         costs = [cost(link) for link in links]
         first_numbers = [first for first, _ in costs]
@@ -105,7 +105,7 @@ def best_order(
 def _nearest_neighbours(
     names: Sequence[T], cost: Callable[[tuple[T, T]], tuple[float, float]]
 ) -> list[T]:
-    """Return the names in an order that follows, from each name, the cheapest link to a new name."""
+    """Order clusters greedily: from each cluster, follow the cheapest link to a cluster not yet visited."""
     order = [names[0]]
     while remaining := [name for name in names if name not in order]:
         order.append(min(remaining, key=lambda name: cost((order[-1], name))))
@@ -115,7 +115,7 @@ def _nearest_neighbours(
 def _two_opt(
     order: list[T], total: Callable[[Sequence[T]], tuple[float, float, float]], closed: bool
 ) -> tuple[T, ...]:
-    """Return the order after reversing parts of it as long as that reduces its cost.
+    """Improve an order of clusters by reversing parts of it, as long as that reduces its cost (2-opt).
 
     Args:
         order: Order to begin with.
@@ -162,7 +162,7 @@ def swap_pairs(order: Sequence[T], offer: Callable[[tuple[T, ...]], bool], limit
 
 
 def order_count(counts: Mapping[T, int]) -> int:
-    """Return the number of distinct orders of a multiset."""
+    """Return the number of distinct orders of a multiset, given as item -> number of copies."""
     total = math.factorial(sum(counts.values()))
     return total // math.prod(math.factorial(count) for count in counts.values())
 

@@ -72,7 +72,7 @@ def cut(
     exceed: bool = False,
     first_bytes: float = 0,
 ) -> tuple[tuple[int, ...], ...]:
-    """Divide gradients into buckets.
+    """Divide gradients into buckets: the gradients of a bucket are reduced together.
 
     Args:
         sizes: Bytes of each gradient, in the order of becoming final.
@@ -101,6 +101,7 @@ def cut(
         open_buckets.setdefault(key, []).append(index)
         filled_bytes[key] = filled + size
     buckets = [*complete, *map(tuple, open_buckets.values())]
+
     # A bucket is complete when its last gradient is final.
     return tuple(sorted(buckets, key=lambda bucket: bucket[-1]))
 

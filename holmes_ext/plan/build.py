@@ -93,6 +93,7 @@ def build_plan(
     if workload is None and model is not None:
         workload = model.workload(sizes)
         basis = model.source
+
     # The order of the nodes.
     rules = rules_of(engine, options)
     if workload is None:
@@ -101,6 +102,7 @@ def build_plan(
     prices = Prices(network, RankModel.of_workload(workload or Workload(), sizes), rules)
     placement = place(prices, sizes)
     predicted = _predicted(prices, placement)
+
     # The layers of each stage, and predictions that know them.
     split = tuple(stage_layers)
     loads: tuple[StageLoad, ...] = ()  # work of each stage
@@ -126,12 +128,17 @@ def build_plan(
         predicted=predicted,
     )
     basis = basis or (NOMINAL if workload is None else "given")
+
     # How each group and stage communicates.
     return derive_traffic(plan, site, options, links, workload, basis, engine)
 
 
 def _predicted(prices: Prices, placement: Placement) -> dict[str, float]:
-    """Return predicted times with a block per stage, for the planned and for the launcher's order."""
+    """Predict the step and reduction times of a job with one block on each pipeline stage.
+
+    The times are for the planned order of the nodes (`placement`), and for the launcher's order in
+    a job without holmes. The latter have names with the prefix stock_.
+    """
     sizes = placement.sizes
     step = estimate(prices.costs(placement), (1,) * sizes.pipeline)
     stock_network, stock_placement = _stock(prices, sizes)
@@ -141,7 +148,7 @@ def _predicted(prices: Prices, placement: Placement) -> dict[str, float]:
 
 
 def _stock_step(prices: Prices, job: RankModel, sizes: Sizes) -> Estimate:
-    """Return the step of a model without holmes, with a uniform partition.
+    """Predict the step of a model in a job without holmes, with a uniform partition of the layers.
 
     Args:
         prices: Prices with holmes; only the site and its rates are used.
@@ -154,7 +161,7 @@ def _stock_step(prices: Prices, job: RankModel, sizes: Sizes) -> Estimate:
 
 
 def _stock(prices: Prices, sizes: Sizes) -> tuple[Network, Placement]:
-    """Return the network and placement without holmes.
+    """Return the network and the placement of the same job without holmes.
 
     The nodes are in the launcher's order, and all traffic uses the fastest fabric that all nodes share.
     """
@@ -204,6 +211,7 @@ def costs_of(
         costs = replace(costs, link_load_s=None)
     if predicted is None:
         return costs  # without a model nothing is known of the memory
+
     # Predicted costs have a number for each kind of layer (embedding, block, output), measured costs for
     # each layer. by_layer() repeats the number of a kind for all of its layers.
     return replace(
@@ -248,7 +256,7 @@ def _check_partition(
 
 
 def _times(step: Estimate) -> dict[str, float]:
-    """Return the times of a step by their names in Plan.predicted."""
+    """Convert the predicted times of a step into a dictionary, with the names of Plan.predicted."""
     return {
         "step_seconds": step.step_s,
         "reduction_seconds": max(step.reduction_s),
@@ -257,7 +265,7 @@ def _times(step: Estimate) -> dict[str, float]:
 
 
 def _stock_times(step: Estimate) -> dict[str, float]:
-    """Return the times of a step without holmes by their names in Plan.predicted."""
+    """Convert the times of a step without holmes into a dictionary, with the names of Plan.predicted."""
     return {
         "stock_step_seconds": step.step_s,
         "stock_reduction_seconds": max(step.reduction_s),

@@ -73,7 +73,7 @@ class Decisions:
     def __init__(
         self, plan: Plan, network_api: str, site: Site, options: Options, engine: EngineTraits
     ):
-        """Store the arguments (see the class), and prepare predictions; decisions come later."""
+        """Prepare the decisions of a plan (see the class); each is made when its method is called."""
         self.plan = plan
         self.network_api = network_api
         self.options = options
@@ -110,7 +110,7 @@ class Decisions:
         )
 
     def _overlapped(self) -> Sequence[bool]:
-        """Return whether each stage reduces its gradients during its last backward pass.
+        """Return, for each pipeline stage, whether it reduces its gradients during its last backward pass.
 
         With --holmes-overlap auto a stage does so if its reduction would otherwise end after the first
         stage's last backward pass. (Frameworks overlap on the first stage only, which suits a uniform
@@ -148,7 +148,7 @@ class Decisions:
     def reduction_of_group(
         self, ranks: Sequence[int], overlap: bool, total_bytes: float
     ) -> ReductionSpec:
-        """Return how a group that is not in the plan sums `total_bytes` per step.
+        """Decide how a group of ranks that is not in the plan sums `total_bytes` of gradients per step.
 
         Args:
             ranks: The group.
@@ -168,7 +168,7 @@ class Decisions:
     def _reduction(
         self, families: Sequence[FamilyReductions], overlap: bool, total_bytes: float
     ) -> ReductionSpec:
-        """Return how the groups of a stage sum gradients: bucket size, and a flat or hierarchical reduction.
+        """Decide how the groups of a stage sum gradients: bucket size, and flat or hierarchical reduction.
 
         Args:
             families: Flat and hierarchical reduction, with prices, of each family of equal groups.
@@ -339,7 +339,7 @@ class Decisions:
         )
 
     def passes(self) -> tuple[str, ...]:
-        """Return the passes of each stage in the best order found with split backward passes.
+        """Search for the best order of passes with split backward passes; return it as a text for each stage.
 
         A stage's text is such as "F0 F1 I0 F2 W0": letter and micro-batch of each pass. F is
         forward, I and W compute the gradients of inputs and weights, B of both. () if 1F1B is as
@@ -455,7 +455,7 @@ def decisions(
 
 
 def with_traffic(plan: Plan, options: Options, engine: EngineTraits = EngineTraits()) -> Plan:
-    """Return `plan` with the decisions for both network APIs, as a single entry if they are equal."""
+    """Decide how groups communicate with NCCL and with gloo; add both (once if equal) to `plan`."""
     verbs, sockets = (
         decisions(plan, network_api, options, engine).traffic() for network_api in NETWORK_APIS
     )

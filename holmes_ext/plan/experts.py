@@ -65,7 +65,7 @@ class Counts:
 
     @property
     def experts(self) -> int:
-        """Return the number of experts."""
+        """Return the number of experts, which is the number of columns of the table."""
         return len(self.table[0])
 
     def folded(self, ranks: int) -> tuple[tuple[float, ...], ...]:
@@ -145,7 +145,7 @@ def _layers(top: Table, alone: str) -> dict[int, tuple[str, Any]]:
 
 
 def _numbers(table: list[Any]) -> tuple[tuple[float, ...], ...]:
-    """Return a table as floats; raise HolmesError if it is not a list of rows of numbers."""
+    """Convert a table from JSON into floats; raise HolmesError if it is not a list of rows of numbers."""
     for row in table:
         if not isinstance(row, list) or any(type(number) not in (int, float) for number in row):
             raise HolmesError("is not a list of rows of numbers")
@@ -175,15 +175,15 @@ class ExpertOrder:
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 digest (hex) of the ranks and layers."""
+        """Return a SHA-256 digest (hex) of the order of the experts, for comparison between ranks."""
         return digest_of([self.ranks, sorted(self.layers.items())])
 
     def of(self, layer: int) -> tuple[int, ...] | None:
-        """Return the experts of a layer in the order of the ranks; None: the layer is not listed."""
+        """Return the experts of an MoE layer in the order of the ranks; None: the layer is not listed."""
         return self.layers.get(layer, self.layers.get(ALL_LAYERS))
 
     def save(self, path: str | Path) -> None:
-        """Write the order to a file, completely or not at all."""
+        """Write the order of the experts to a file, completely or not at all."""
         content: dict[str, Any] = {"version": 1, "ranks": self.ranks}
         if ALL_LAYERS in self.layers:
             content["order"] = self.layers[ALL_LAYERS]
@@ -201,6 +201,7 @@ def load_order(path: str | Path) -> ExpertOrder:
     top = load_json(path, _MADE_BY)
     top.version(1)
     ranks = top.take("ranks", int)
+
     # Number of the layer -> its experts in the order of the ranks. ALL_LAYERS (0) is the key if the file
     # has a single order for all layers. The names that _layers() also returns are not needed here.
     orders: dict[int, Sequence[Any]] = {

@@ -72,6 +72,7 @@ class PlanRequest:
         if self.model is not None and self.spec is not None:
             # Returns a copy of the model with the GPUs that the cluster file gives for each cluster.
             self.model = on_clusters(self.model, self.spec)
+
         # The ranks compare these digests, so that all of them work with the same files.
         paths = {"cluster": options.cluster, "plan": options.plan, "model": options.model}
         for name, path in paths.items():
@@ -98,6 +99,7 @@ class PlanRequest:
         model = self.model
         engine = self.engine
         spec = part_of(self.spec, nodes) if self.spec is not None else None  # of these nodes only
+
         # self.counted: whether nodes must have the number of processes that cluster.toml gives.
         site = resolve_site(nodes, spec, options.fallback == "ethernet", self.counted)
         links = Links.of_spec(spec) if spec is not None else Links()
@@ -111,6 +113,7 @@ class PlanRequest:
             plan = derive_traffic(plan, site, options, links, engine=engine)
             # with_loads adds each stage's work and the order of passes, if the plan lacks them.
             return site, with_loads(plan, options, model, engine)
+
         # `model_options`: arguments of build_plan that describe the model and its partition. If the user
         # names a model file, or an option needs a model, the plan has predictions for it.
         if options.model or options.needs_model:
@@ -154,7 +157,7 @@ class PlanRequest:
         ]
 
     def _compare(self, plan: Plan, sizes: Sizes | None) -> None:
-        """Raise HolmesError if the given plan is for other sizes or layers than the job's."""
+        """Raise HolmesError if the plan of --holmes-plan has other sizes or layers than the job."""
         options = self.options
         if sizes is not None and plan.sizes is not None and sizes != plan.sizes:
             raise HolmesError(
@@ -173,7 +176,7 @@ class PlanRequest:
 
 
 def on_ports(plan: Plan, site: Site, options: Options, *, engine: EngineTraits) -> Plan:
-    """Return the plan for the ports that still work, which are those of `site`.
+    """Adapt a plan to the ports that still work, which are those of `site`.
 
     Args:
         plan: The plan.
@@ -191,7 +194,7 @@ def complete_plan(
     model: Model | None = None,
     engine: EngineTraits = EngineTraits(),
 ) -> Plan:
-    """Return `plan` adapted to other parallel sizes; the order of the nodes stays.
+    """Adapt a plan to the parallel sizes that the framework reports; the order of the nodes stays.
 
     The framework reports its sizes only when it starts. The decisions that depend on sizes are made
     again: fabrics of groups, reductions, stage links, and the order of passes.
@@ -241,10 +244,12 @@ def with_loads(
     prices = Prices(network, RankModel.of(model, sizes))
     costs = prices.costs(network.placement(plan.nodes, sizes))
     layers = plan.stage_layers
+
     # The plan may have no layers, or those of chunks (interleaved).
     has_layers_of_stages = len(layers) == costs.stages and sum(layers) == model.layers
     if not has_layers_of_stages:
         layers = uniform(model.layers, costs.stages)
+
     # The loads contain computation and memory only, so they do not depend on engine and options.
     plan = replace(plan, loads=costs.loads(layers))
     # plan.traffic has an entry with the decisions for each network API, or a single entry if they are
@@ -258,7 +263,7 @@ def with_loads(
 
 
 def workload_of(model: Model | None, sizes: Sizes | None) -> Workload | None:
-    """Return the work of a rank on an average stage.
+    """Return the work of a rank on an average pipeline stage: seconds of computation, and bytes sent.
 
     Returns:
         None if model or sizes are not known, or if the batch is not divisible (the framework refuses that).
@@ -279,7 +284,7 @@ def spec_of_group(
     total_bytes: float = inf,
     engine: EngineTraits = EngineTraits(),
 ) -> ReductionSpec:
-    """Return how a group sums its gradients: as the plan says for its stage, or decided again.
+    """Return how a group sums its gradients: as the plan says for its pipeline stage, or decided again.
 
     It is decided again in these cases:
 
@@ -305,12 +310,14 @@ def spec_of_group(
             ranks, overlap, total_bytes
         )
     overlap = planned[stage].overlap
+
     # Whether the plan was made without knowing the model's size.
     is_nominal = plan.basis == NOMINAL and plan.sizes is not None
     if plan.wan and is_nominal and total_bytes < inf:
         # With latencies between clusters the decision depends on the bytes, which are known now.
         resized = replace(plan, workload=replace(plan.workload, gradient_bytes=total_bytes))
         return decisions(resized, network_api, options, engine).reduction(stage, overlap)
+
     # With fewer bytes, buckets are smaller than SMALLEST_BYTES, so that there are FEWEST
     # (bucket_bytes).
     fills_buckets = total_bytes >= FEWEST * SMALLEST_BYTES
@@ -343,11 +350,13 @@ def advice_on_spanning(plan: Plan, site: Site, sizes: Sizes, instances: int) -> 
     if not spanning_groups or was_printed_at_start:
         return ""
     measured = replace(site, fabrics=plan.fabrics)  # with the rates in the plan
+
     # Ways to start the job again -> sizes that holmes would then plan with.
     starts = {
         f"with --holmes-sizes {sizes_text(sizes).replace(' ', '')}": sizes,
         "without --holmes-sizes": None,
     }
+
     # A plan for the planned sizes has an order of the nodes. How many groups of the reported sizes
     # would span with this order?
     counts = {

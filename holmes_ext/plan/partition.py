@@ -107,13 +107,19 @@ def balanced(costs: StageCosts, alpha: float = 1.0) -> Split:
 
 
 def in_closed_form(costs: StageCosts, split: Sequence[int]) -> float:
-    """Return the step time of a split in closed form, in seconds; inf if it does not fit the memory."""
+    """Predict the step time of a split of the layers by a formula; inf if the split does not fit the memory.
+
+    The result is in seconds.
+    """
     step = estimate(costs, split)
     return step.step_s if all(step.fits) else inf
 
 
 def pass_by_pass_s(costs: StageCosts, split: Sequence[int]) -> float:
-    """Return the step time of a split pass by pass, in seconds; inf if it does not fit the memory."""
+    """Predict the step time of a split of the layers pass by pass; inf if it does not fit the memory.
+
+    The result is in seconds.
+    """
     step = predict(costs, split)
     return step.step_s if all(step.fits) else inf
 
@@ -140,6 +146,7 @@ def by_moves(costs: StageCosts, alpha: float = 1.0) -> list[Split]:
     level = levelled(costs)  # its slowest stage is fastest; () if no split fits the memory
     if level:
         starts.append(level)
+
     # Mean seconds of a layer on each stage: low on stages with fast GPUs.
     layer_s = [sum(costs.by_layer(row)) / costs.layers for row in _forward_and_backward_s(costs)]
 
@@ -178,6 +185,7 @@ def levelled(costs: StageCosts) -> Split:
         [forward_s + backward_s for forward_s, backward_s in zip(forward, backward)]
         for forward, backward in zip(costs.sums["forward_s"], costs.sums["backward_s"])
     ]
+
     # With enough time for all layers on a single stage, only the memory limits the split.
     slow_s = max(totals[-1] for totals in busy_totals)
     best = _filled(costs, busy_totals, slow_s)
@@ -230,7 +238,7 @@ def _filled(costs: StageCosts, busy_totals: Sequence[Sequence[float]], limit_s: 
 
 
 def speeds(costs: StageCosts) -> tuple[float, ...]:
-    """Return the speed S_i of every stage, in steps per second.
+    """Return the speed S_i of every pipeline stage, in steps per second.
 
     S_i is the speed of a job with a uniform partition whose stages are all like stage i. Messages
     between its stages take no time.
@@ -281,6 +289,7 @@ def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> Split:
             f"alpha is {alpha}; it must be above 0, and finite (the paper: 1 to 1.05)"
         )
     shares = [alpha * layers * value / sum(speed) for value in speed]  # not whole numbers
+
     # Layers of each stage. They need not sum to `layers` yet.
     counts = [min(layers, max(1, floor(share + _SHARE_ROUNDING))) for share in shares]
 
@@ -339,7 +348,7 @@ def improved(
 
 
 def _moved(split: Split, giver: int, taker: int) -> Split:
-    """Return the split after moving a block from stage `giver` to stage `taker`."""
+    """Return the split of the layers after moving a block from stage `giver` to stage `taker`."""
     counts = list(split)
     counts[giver] -= 1
     counts[taker] += 1
@@ -347,7 +356,7 @@ def _moved(split: Split, giver: int, taker: int) -> Split:
 
 
 def _over_borders(split: Split) -> Iterator[Move]:
-    """Yield the moves of a block between neighbouring stages, in both directions."""
+    """Yield moves of a block between neighbouring stages, in both directions: (giving, taking stage)."""
     for stage in range(len(split) - 1):
         yield (stage + 1, stage)
         yield (stage, stage + 1)

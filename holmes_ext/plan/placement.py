@@ -128,7 +128,7 @@ class Placement:
         return cls.of(sizes, processes, node_types, widths)
 
     def width(self, node_type: int) -> int:
-        """Return the number of ranks of each node of a type."""
+        """Return how many ranks each node of the type `node_type` holds."""
         return self.widths[node_type] if self.widths else self.processes
 
     @cached_property
@@ -138,24 +138,24 @@ class Placement:
 
     @cached_property
     def _first_ranks(self) -> list[int]:
-        """Return the first rank of each node, and as the last item the number of all ranks."""
+        """Return the first rank of each node; the last item is the number of all ranks."""
         widths = (self.width(node_type) for node_type in self.node_types())
         return [0, *accumulate(widths)]
 
     def node_of(self, rank: int) -> int:
-        """Return the index of the node that holds a rank."""
+        """Return the index of the node that holds a global rank."""
         if self.has_equal_nodes:
             return rank // self.processes
         return bisect_right(self._first_ranks, rank) - 1
 
     @cached_property
     def nodes(self) -> int:
-        """Return the number of nodes."""
+        """Return the number of nodes of the job."""
         return sum(count for _, count in self.node_runs)
 
     @cached_property
     def stage_ranks(self) -> int:
-        """Return the number of ranks of a stage."""
+        """Return how many ranks each pipeline stage has."""
         ranks = sum(count * self.width(node_type) for node_type, count in self.node_runs)
         return ranks // self.sizes.pipeline
 
@@ -200,6 +200,7 @@ class Placement:
                     ranks = min(self.stride - offset, end - rank)
                     runs_of[stage].append((node_type, ranks))
                     rank += ranks
+
         # merge_neighbours: (a, 2), (a, 1) -> (a, 3). Equal stages share one object, which makes
         # comparisons fast.
         shared: dict[Content, Content] = {}
@@ -213,8 +214,10 @@ class Placement:
         The list ascends, from 0 to `stage_ranks`, both included. Between two neighbours in the list,
         the nodes of every stage are equal.
         """
-        contents = dict.fromkeys(self.stages)
-        ends = {end for content in contents for end in accumulate(ranks for _, ranks in content)}
+        ends: set[int] = set()
+        for content in set(self.stages):  # each different (node type, ranks), ... of a stage
+            rank_counts = [ranks for _, ranks in content]
+            ends.update(accumulate(rank_counts))  # end of each node type's ranks in the stage
         return [0, *sorted(ends)]
 
     @cached_property
@@ -268,20 +271,21 @@ class Placement:
         Returns:
             For each component: (node type, number of nodes of this type that follow each other).
         """
+        result: list[Content] = []
         if self.stages_per_component > 1:
             node_types = self.node_types()
-            return tuple(
-                runs(node_types[index] for index in node_indices)
-                for node_indices in self.components
-            )
+            for node_indices in self.components:
+                result.append(runs(node_types[index] for index in node_indices))
+            return tuple(result)
         # Each stage has its own nodes. `stages` counts ranks, so divide by those of a node.
-        return tuple(
-            tuple((node_type, ranks // self.width(node_type)) for node_type, ranks in content)
-            for content in self.stages
-        )
+        for content in self.stages:
+            result.append(
+                tuple((node_type, ranks // self.width(node_type)) for node_type, ranks in content)
+            )
+        return tuple(result)
 
     def alone(self, *components: int) -> Placement:
-        """Return a placement that has only some of the components, as a shorter pipeline.
+        """Return a shorter pipeline, which consists of only some components of this placement.
 
         Args:
             components: Numbers of the components (sets of stages that share nodes), in stage order.
@@ -289,12 +293,11 @@ class Placement:
         if len(components) == len(self.parts):
             return self
         sizes = replace(self.sizes, pipeline=len(components) * self.stages_per_component)
-        # By component: the type of each of its nodes. (`parts` has runs of equal nodes.)
-        node_types = [
-            [node_type for node_type, count in self.parts[component] for _ in range(count)]
-            for component in components
-        ]
-        return Placement.of_parts(sizes, self.processes, node_types, self.widths)
+        node_types_of = []  # for each component, the type of each of its nodes
+        for component in components:
+            equal_nodes = self.parts[component]  # runs of equal nodes: (type, count)
+            node_types_of.append([node_type for node_type, n in equal_nodes for _ in range(n)])
+        return Placement.of_parts(sizes, self.processes, node_types_of, self.widths)
 
 
 def _rounds(
@@ -378,7 +381,7 @@ class StageMessages:
 
     @property
     def turned(self) -> StageMessages:
-        """Return the messages in the opposite direction."""
+        """Return the counts of the messages that go in the opposite direction, such as gradients."""
         sender_type, receiver_type = self.node_types
         return StageMessages(
             sender=self.receiver,
@@ -407,6 +410,7 @@ def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
     # (node type, ranks of the group on it) -> number of such nodes
     equal_nodes = Counter((node_types[index], count) for index, count in ranks_on.items())
     parts = []
+
     # Here, a class of nodes are those of the same type that hold equally many ranks of the group.
     for node_class, ((node_type, ranks_per_node), nodes) in enumerate(equal_nodes.items()):
         # Similar groups fill the node, and all of them use its NIC at the same time.
@@ -445,7 +449,7 @@ def _class_numbers(signatures: Mapping[Key, Hashable]) -> dict[Key, int]:
 
 
 class _Copies(NamedTuple):
-    """Factors from counts in a Fold to counts in the job.
+    """Factors that convert numbers of kept ranks and groups into numbers of all ranks and groups.
 
     A Fold keeps a representative of equal tensor-parallel ranks, so that there is less to price.
     """
@@ -504,6 +508,7 @@ class Fold:
             )
             for rank_in_stage in self._multiplicity
         }
+
         # Node index after each run of equal nodes. bisect_right finds the run that has a node.
         ends = list(accumulate(count for _, count in placement.node_runs))
         #: Node index -> node type, for nodes with kept ranks.
@@ -533,11 +538,13 @@ class Fold:
             pipeline_class = self.pipeline_class_of[rank_in_stage]
             for stage, node_index in enumerate(node_indices):
                 self._ranks_on.setdefault(node_index, Counter())[pipeline_class, stage] += 1
+
         # Nodes form a class if they have the same type, and equally many ranks of each pipeline class.
         contents = {
             node_index: (self._node_type_at[node_index], frozenset(ranks.items()))
             for node_index, ranks in self._ranks_on.items()
         }
+
         # Node index -> node class. Nodes with equal contents get the same number.
         self.node_class_of = _class_numbers(contents)
         # Results that are computed once.
@@ -545,7 +552,7 @@ class Fold:
         self._leaving_between: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
 
     def _kept_ranks(self) -> Iterator[tuple[int, int]]:
-        """Yield the ranks of a stage that the fold keeps, each with the number of equal ranks.
+        """Yield the ranks of a stage that this compact placement keeps, each with its number of equal ranks.
 
         On equal nodes, the ranks of a stage repeat with a period of `_repeating_ranks`. Only those
         of the first period are kept.
@@ -583,12 +590,14 @@ class Fold:
             rank_in_stage: self._signature(node_indices)
             for rank_in_stage, node_indices in self._node_indices.items()
         }
+
         # Second condition: the number of pipelines with each signature, by data-parallel group.
         counts_of: dict[int, Counter[Hashable]] = {}  # group -> signature -> number of pipelines
         for rank_in_stage, signature in signatures.items():
             counts = counts_of.setdefault(self._data_group[rank_in_stage], Counter())
             counts[signature] += self._multiplicity[rank_in_stage]  # dropped pipelines included
         content_of = {group: frozenset(counts.items()) for group, counts in counts_of.items()}
+
         # Pipelines that agree in both values get the same number.
         both_values = {
             rank_in_stage: (signature, content_of[self._data_group[rank_in_stage]])
@@ -708,6 +717,7 @@ class Fold:
         node_indices = self.pipeline_classes[pipeline_class]
         source = node_indices[stage]
         target = node_indices[other]
+
         # A message reaches the target from each pipeline that has its rank of `other` on that node,
         # and its rank of `stage` elsewhere. The same pipelines would send from `other` to `stage`.
         leaving = self._count_leaving(source, stage, other, concurrent)
@@ -862,6 +872,7 @@ class Fold:
         copies = self._copies(role)  # ranks and groups of the job for each that the fold keeps
         members = members_of[groups[0]]
         member_nodes = [node_index_of[member] for member in members]
+
         # Ranks of a stage repeat periodically, and the fold keeps the first period. _multiplicity is
         # the number of periods. equal_nodes: index of a node -> number of equal nodes in the group.
         if is_data:
@@ -872,6 +883,7 @@ class Fold:
             # The group lies within a period: the fold has all its nodes, but not all groups.
             equal_nodes = dict.fromkeys(member_nodes, 1)
             count = sum(self._multiplicity[members_of[group][0]] for group in groups)
+
         # Nodes that play the same part in the group are counted together.
         nodes_of: Counter[GroupPart] = Counter()
         for node_index, ranks in Counter(member_nodes).items():  # ranks of the group on the node
@@ -902,7 +914,7 @@ class Fold:
         )
 
     def _copies(self, role: str) -> _Copies:
-        """Return how many ranks and groups of the job a kept rank and a kept group represent.
+        """Return how many ranks and groups of the job stand behind each kept rank and each kept group.
 
         A kept rank represents n = `folded_tensor_ranks` tensor-parallel neighbours on a node. They are n
         ranks of the same tensor-parallel group. For any other role, these n ranks belong to n
@@ -955,6 +967,7 @@ class Fold:
         for rank_in_stage in self._multiplicity:
             coordinates = tuple(rank_in_stage // stride % size for stride, size in axes)
             members_of.setdefault(coordinates, []).append(rank_in_stage)
+
         # A group of a single rank sends nothing, so it is left out, with two exceptions. A kept rank
         # may represent several ranks of a tensor-parallel group. And every stage needs a family of
         # data-parallel groups, because its reduction is priced by them.
@@ -983,7 +996,7 @@ def _count_folded_tensor_ranks(placement: Placement) -> int:
 
 
 def _strides(placement: Placement) -> dict[str, int]:
-    """Return the distance between neighbours along each axis, among the ranks of a stage."""
+    """Return the distance between neighbours along each parallel axis, counted in ranks of a stage."""
     sizes = placement.sizes
     strides = sizes.strides()  # axis -> distance of neighbours among all ranks of the job
     del strides["pp"]
@@ -1011,6 +1024,7 @@ def _count_repeating_ranks(placement: Placement, strides: Mapping[str, int]) -> 
     sizes = placement.sizes
     node_ranks = placement.aligned_ranks  # the ranks of each node, if all have equally many
     stage_ranks = placement.stage_ranks
+
     # Period so far, in ranks of the stage: if data is the outermost axis, whole tensor and context
     # groups lie in it. (strides: distances among the ranks of a stage.)
     length = strides["dp"]
@@ -1025,6 +1039,7 @@ def _count_repeating_ranks(placement: Placement, strides: Mapping[str, int]) -> 
         if expert_length * grid["dp"] != stage_ranks:
             return stage_ranks  # expert groups pass through the whole stage
         length = lcm(length, expert_length)
+
     # Global ranks number all stages in rounds: in each round, `stride` ranks of every stage in turn.
     # (`strides` has other numbers: distances among the ranks of a single stage.)
     stride = placement.stride

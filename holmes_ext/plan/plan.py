@@ -111,7 +111,7 @@ class Plan:
         return sum(map(self.processes_on, self.nodes))
 
     def processes_on(self, node: str) -> int:
-        """Return the number of processes of a node."""
+        """Return how many ranks run on a node."""
         return self.processes_of.get(node, self.processes)
 
     def first_rank(self, node: str) -> int:
@@ -125,10 +125,10 @@ class Plan:
         return self._node_of_ranks[rank]
 
     def misaligned_node(self) -> str:
-        """Return the first node whose first rank is no multiple of its processes; "" if there is none.
+        """Return the first node on which rank % processes is not the local rank; "" if there is none.
 
-        On that node, rank % processes is not the local rank. A framework that chooses its GPU by this
-        formula chooses a wrong GPU there.
+        There the node's first rank is no multiple of its processes. A framework that chooses its
+        GPU by this formula chooses a wrong GPU on such a node.
         """
         for node, rank in self.first_ranks.items():
             if rank % self.processes_on(node):
@@ -144,7 +144,7 @@ class Plan:
 
     @cached_property
     def _node_of_ranks(self) -> list[str]:
-        """Return the node of each rank."""
+        """Return the name of the node that runs each rank, in the order of the ranks."""
         return [node for node in self.nodes for _ in range(self.processes_on(node))]
 
     @cached_property
@@ -155,7 +155,7 @@ class Plan:
 
     @cached_property
     def reach(self) -> dict[str, dict[str, frozenset[str]]]:
-        """Return network API -> node -> names of the fabrics that the node can use."""
+        """Return the fabrics that each node can use: network API -> node -> names of fabrics."""
         result: dict[str, dict[str, frozenset[str]]] = {}
         for network_api in NETWORK_APIS:
             nodes_of = {fabric.name: set(getattr(fabric, network_api)) for fabric in self.fabrics}
@@ -181,7 +181,7 @@ class Plan:
         return any(len(self.reach[network_api][self.node_of(rank)]) > 1 for rank in ranks)
 
     def by_cluster(self, ranks: Iterable[int]) -> dict[str, list[int]]:
-        """Return cluster -> those of `ranks` that run on it, in the given order."""
+        """Group ranks by the cluster that they run on: cluster -> those of `ranks`, in the given order."""
         result: dict[str, list[int]] = {}
         for rank in ranks:
             result.setdefault(self.cluster_of[self.node_of(rank)], []).append(rank)
@@ -234,14 +234,14 @@ class Plan:
         return digest_of(self._content())
 
     def _content(self) -> dict[str, Any]:
-        """Return the fields that the digest covers: all except `source`."""
+        """Return the fields of the plan that the digest covers: all except `source`."""
         return {
             "version": VERSION,
             **{name: value for name, value in asdict(self).items() if name != "source"},
         }
 
     def to_json(self) -> str:
-        """Return the whole plan as JSON, with `traffic`."""
+        """Return the whole plan as JSON, also its decisions about communication (`traffic`)."""
         return with_digest(self._content())
 
     def save(self, path: str | Path) -> None:
@@ -278,7 +278,7 @@ def parse_plan(text: str, source: str) -> Plan:
 
 
 def _parsed(top: Table, traffic: bool) -> Plan:
-    """Return the plan in a JSON document.
+    """Read a plan from a parsed JSON document.
 
     Args:
         top: The document.
@@ -321,6 +321,7 @@ def check_plan(plan: Plan, site: Site) -> Plan:
             problems.append(f"node {surplus[0]!r} reported but is not in the plan")
         way_out = "make the plan for these nodes with `holmes plan`"
         raise HolmesError(f"{plan.source}: key 'nodes': {'; '.join(problems)}; {way_out}")
+
     # Each node has to have as many processes.
     world_sizes = f"(world size {plan.world_size} in the plan, {site.world_size} here)"
     for node in site.nodes:
@@ -336,6 +337,7 @@ def check_plan(plan: Plan, site: Site) -> Plan:
             f"{plan.source}: key 'processes' is {plan.processes}, but {site.processes} were started on each "
             f"node {world_sizes}"
         )
+
     # The digest covers the clusters of the nodes, and the rates of their networks.
     if plan.site_digest != site.digest:
         made_for = (
@@ -357,7 +359,7 @@ def site_of(plan: Plan, network_api: str = VERBS) -> Site:
     fast = [fabric.name for fabric in plan.fabrics if fabric.name != ETHERNET]  # the fastest first
 
     def node(name: str) -> Node:
-        """Return a node with the ports that the network API can use; all nodes are on Ethernet."""
+        """Return a node of the plan, with the ports that the network API can use; all nodes have Ethernet."""
         reachable = plan.reach[network_api][name]  # names of the fabrics
         fast_ports = (Port(fabric) for fabric in fast if fabric in reachable)
         ports = (*fast_ports, Port(ETHERNET))
@@ -393,6 +395,7 @@ def planned_fabrics(plan: Plan, site: Site, measured: Site) -> tuple[PlannedFabr
     planned = {fabric.name: fabric for fabric in plan.fabrics}
     fabrics: list[Fabric] = [planned.get(fabric.name, fabric) for fabric in measured.fabrics]
     fabrics.sort(key=lambda fabric: fabric.preference, reverse=True)
+
     # Fabric -> NCCL's name of the network (see Fabric.net), always as the site says now.
     net_of = {fabric.name: fabric.net for fabric in site.fabrics}
     return tuple(
@@ -422,7 +425,7 @@ def _carries(port: Port, network_api: str) -> bool:
 
 
 def name_of(fabric: Fabric | None) -> str:
-    """Return the name of a group's fabric; "local" for None, the fabric of a group inside a node."""
+    """Return the name of the network that a group uses; "local" for None, a group inside a node."""
     return LOCAL if fabric is None else fabric.name
 
 
@@ -464,7 +467,7 @@ def pairs_with_group(plan: Plan, ranks: Sequence[int], network_api: str) -> list
 
 
 def more_bytes(plan: Plan) -> tuple[float, ...]:
-    """Return the bytes of activations that each stage holds beyond those of the 1F1B schedule.
+    """Return the bytes of activations that each stage holds in addition to those under 1F1B.
 
     The plan either has an order of passes (`schedule`), or numbers of micro-batches in flight.
 

@@ -104,12 +104,12 @@ class Profile:
 
     @property
     def blocks(self) -> int:
-        """Return the number of the model's blocks."""
+        """Return the number of transformer blocks of the measured model."""
         return len(self.gradient_bytes) - 2
 
     @property
     def site_digest(self) -> str:
-        """Return the digest of the site that the job ran on."""
+        """Return a digest of the site (clusters, nodes, networks) that the measured job ran on."""
         return Site.from_dict(self.site).digest
 
     @property
@@ -147,7 +147,7 @@ class Profile:
         )
 
     def to_json(self) -> str:
-        """Return the content of profile.json."""
+        """Return the measured times as the content of a profile.json."""
         content = {"version": VERSION, **asdict(self)}
         content |= {"model_digest": self.model_digest, "site_digest": self.site_digest}
         del content["source"]
@@ -252,13 +252,14 @@ def measured_costs(
     neighbours = zip(clusters, clusters[1:])
     links_s = [_stage_link_s(profile, source, target) for source, target in neighbours]
     layers = len(profile.gradient_bytes)
-    transfer_s = tuple(
-        (link_s,) * layers for link_s in (*links_s, 0.0)
-    )  # the last stage sends none
+    sends_s = (*links_s, 0.0)  # the last stage sends none
+    transfer_s = tuple((send_s,) * layers for send_s in sends_s)
+
     # A stage that comes last to the all-reduce of the embeddings, or of the norm in the optimizer, does
     # not wait for others in it. So the least of the stages' times is that of the operation itself.
     optimizer_s = min(stage.optimizer_s for stage in profile.stages)
     tied_s = min(first.tied_s, last.tied_s) if len(clusters) > 1 else 0.0
+
     # By stage and layer: seconds of reducing the layer's gradients.
     reduction_s = tuple(
         tuple(size * times.reduction_s_per_byte for size in profile.gradient_bytes)

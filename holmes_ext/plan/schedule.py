@@ -110,6 +110,7 @@ class PassOrder:
         orders = [
             [parse_entry(stage, word) for word in text.split()] for stage, text in enumerate(texts)
         ]
+
         # "g0" is no pass: there the stage posts the receive of gradient 0. The forward passes before it
         # send the activations that precede this gradient. The last stage receives no gradients.
         activations_before = tuple(
@@ -152,7 +153,7 @@ class PassOrder:
 
     @property
     def splits(self) -> bool:
-        """Return whether a backward pass is split in two: gradients of the inputs, then of the weights."""
+        """Return whether backward passes are split in two: gradients of the inputs, then of the weights."""
         return any(letter == "W" for order in self.stages for letter, _ in order)
 
     def __post_init__(self) -> None:
@@ -199,15 +200,12 @@ class PassOrder:
         # Number of forward passes before each backward pass, by micro-batch: limits of the numbers.
         earliest = self._forwards_before_backward[stage_link + 1]  # later stage, lower limits
         latest = self._forwards_before_backward[stage_link]  # earlier stage, upper limits
-        is_possible = (
-            len(activations_before) == len(latest)
-            and list(activations_before) == sorted(activations_before)
-            and all(
-                low <= count <= high
-                for low, count, high in zip(earliest, activations_before, latest)
-            )
+        is_complete = len(activations_before) == len(latest)
+        is_ascending = list(activations_before) == sorted(activations_before)
+        is_within_limits = all(
+            low <= count <= high for low, count, high in zip(earliest, activations_before, latest)
         )
-        if not is_possible:
+        if not (is_complete and is_ascending and is_within_limits):
             raise HolmesError(
                 f"passes of stage {stage_link}: a gradient's receive (g) must follow the "
                 f"forwards that the next stage needs to send it, and precede its backward"
@@ -332,14 +330,15 @@ class PassOrder:
 
     def ends(self, times: Times) -> list[float]:
         """Return when each stage has ended its last pass, in seconds; sends take no time of a stage."""
-        ready = self._pass_ends(times)
-        return [
-            ready[stage, _recorded_letter(order[-1][0]), order[-1][1]]
-            for stage, order in enumerate(self.stages)
-        ]
+        end_of = self._pass_ends(times)
+        result = []
+        for stage, order in enumerate(self.stages):
+            last_letter, last_micro_batch = order[-1]
+            result.append(end_of[stage, _recorded_letter(last_letter), last_micro_batch])
+        return result
 
     def _pass_ends(self, times: Times) -> Ends:
-        """Return when each pass ends.
+        """Compute when each pass of the step ends, in seconds since the step began.
 
         A pass begins when its stage is free and the message that it needs has arrived. If the
         messages have an order (NCCL), a message leaves only after its receive was posted.
@@ -491,7 +490,7 @@ def passes(
 def _one_forward_one_backward(
     forward: Sequence[Pass], backward: Sequence[Pass], warm_up: int
 ) -> list[Pass]:
-    """Return `warm_up` forward passes, then a forward and a backward pass in turn."""
+    """Merge forward and backward passes: `warm_up` forward passes first, then one of each in turn."""
     order = list(forward[:warm_up])
     for index, backward_pass in enumerate(backward):
         if index + warm_up < len(forward):

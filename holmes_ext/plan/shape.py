@@ -42,7 +42,7 @@ class Shape:
         return Mode(self.zero, has_pipeline=self.pipeline > 1)
 
     def model(self, model: Model) -> Model:
-        """Return `model` with the micro-batch, recomputation and ZeRO stage of this shape."""
+        """Return a copy of `model` with the micro-batch, recomputation and ZeRO stage of this shape."""
         return replace(
             with_mode(model, self.mode),
             micro_batch=self.micro_batch,
@@ -52,7 +52,7 @@ class Shape:
         )
 
     def traffic_zero(self, model: Model) -> int:
-        """Return the ZeRO stage whose collectives the data-parallel ranks run.
+        """Return the ZeRO stage that determines which collectives the data-parallel ranks run.
 
         It is the shape's own stage, except for engines that shard optimizer states at stage 0
         (DeepSpeed's BF16_Optimizer): their ranks gather the updated weights, as at stage 1.

@@ -50,6 +50,7 @@ def sharded_seconds(
     if family.ranks == 1:
         return 0.0
     parts = inside_clusters(network, family) if hybrid else []
+
     # Without hybrid sharding, or if the clusters have different numbers of ranks, a single ring spans all
     # ranks.
     rings = [network.ring(part, groups=1) for part in parts or [family]]
@@ -67,6 +68,7 @@ def sharded_seconds(
         across=across,
         shards=parts[0].ranks if parts else 1,
     )
+
     # A unit is priced as a layer that computes nothing, in a model with this layer only.
     unit_bytes = sharded.gradient_bytes / sharded.units
     (forward_s,), (backward_s,) = reduction.passes(

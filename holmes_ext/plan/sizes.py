@@ -93,7 +93,7 @@ class Sizes:
         return (*named, *(axis for axis in AXES if axis not in named))
 
     def complete(self, world_size: int, processes: int = 1) -> Sizes:
-        """Return these sizes with the data size, which fills the world size.
+        """Return these parallel sizes with the data size for which their product is the world size.
 
         Args:
             world_size: Number of ranks.
@@ -149,6 +149,7 @@ class Sizes:
             return (
                 f"tensor {_listed(tensor_sizes)} would (context {self.context}); or {node_counts}"
             )
+
         # Tensor and context size fit. Propose the pipeline sizes that are nearest by ratio.
         fixed = f"tensor {self.tensor}"
         if self.context > 1:
@@ -174,7 +175,7 @@ class Sizes:
         return processes % (self.strides()["tp"] * self.tensor) == 0
 
     def size(self, axis: str) -> int:
-        """Return the size of an axis, such as "tp"."""
+        """Return the number of ranks along an axis of the grid, such as "tp"."""
         size: int = getattr(self, AXES[axis])
         return size
 
@@ -268,7 +269,7 @@ def _expert_groups(sizes: Sizes, rank_strides: dict[str, int]) -> list[tuple[int
 
 
 def _offsets(strides: dict[str, int], sizes: dict[str, int]) -> list[int]:
-    """Return the distance of every point of a grid from its first point, ascending.
+    """Return the distance of every point of a grid of ranks from its first point, ascending.
 
     Args:
         strides: Axis -> distance between neighbours.
@@ -281,7 +282,7 @@ def _offsets(strides: dict[str, int], sizes: dict[str, int]) -> list[int]:
 
 
 def _listed(values: Sequence[int]) -> str:
-    """Return numbers as text, such as "1, 2, 4"."""
+    """Join numbers to a text such as "1, 2, 4"."""
     return ", ".join(map(str, values))
 
 
@@ -312,7 +313,8 @@ def parse_sizes(text: str, where: str) -> Sizes:
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number, ascending."""
     small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
-    return small + [number // value for value in reversed(small) if value * value != number]
+    large = [number // value for value in small]  # may repeat the root of a square
+    return sorted({*small, *large})
 
 
 def tied_sums(sizes: Sizes) -> list[tuple[int, ...]]:

@@ -33,7 +33,7 @@ class PlannedFabric(Fabric):
 
 
 def neighbours(order: Sequence[T]) -> list[tuple[T, T]]:
-    """Return the pairs of different items that follow each other on a ring: a a b -> (a, b), (b, a)."""
+    """Return the pairs of different neighbours on a ring: for a a b, they are (a, b) and (b, a)."""
     following = (*order[1:], order[0])
     return [(first, second) for first, second in zip(order, following) if first != second]
 
@@ -53,7 +53,7 @@ class CrossClusterAlgorithm:
 
     @property
     def halves(self) -> tuple[dict[Pair, float], dict[Pair, float]]:
-        """Return the traffic of the reduce step, and that of the gather step.
+        """Return the bytes that clusters send each other in the reduce step, and those in the gather step.
 
         In a tree, sums go up to the root, and the total comes down. On a ring, each cluster passes
         parts to its successor. With direct exchanges, each cluster sends a part to every other cluster.
@@ -70,6 +70,7 @@ class CrossClusterAlgorithm:
         if self.algorithm == "ring":
             around = dict.fromkeys(neighbours(self.order), (clusters - 1) / clusters)
             return around, around
+
         # "direct"
         exchange = {
             (source, target): 1 / clusters
@@ -97,6 +98,7 @@ class CrossClusterAlgorithm:
             # A part begins at each cluster and passes all links of the ring except the last. The slowest
             # part is that which passes all but the fastest link.
             return sum(links_s) - min(links_s)
+
         # A tree: `parents` has the parent of each cluster in `order`, "" for the root. Parents come before
         # their children in `order`, so the latency of the parent is known already.
         to_root_s: dict[str, float] = {}  # cluster -> latency from it to the root
@@ -106,12 +108,12 @@ class CrossClusterAlgorithm:
 
     @property
     def message_share(self) -> float:
-        """Return the part of the sum's bytes that each message carries, from 0 to 1."""
+        """Return the fraction of the gradients' bytes that each message between clusters carries."""
         return 1.0 if self.algorithm == "tree" else 1 / len(self.order)
 
     @property
     def rounds(self) -> int:
-        """Return the number of messages that follow each other until the sums have arrived."""
+        """Return how many messages follow each other until the sums of all clusters have arrived."""
         if self.algorithm == "direct":
             return 1
         if self.algorithm == "ring":
@@ -124,7 +126,7 @@ class CrossClusterAlgorithm:
 
 @dataclass(frozen=True)
 class ReductionSpec:
-    """How the gradients of a pipeline stage are averaged."""
+    """Algorithm and settings by which the gradients of a pipeline stage are averaged."""
 
     overlap: bool  # whether they are reduced during the last backward pass
     bucket_bytes: int  # gradients that are reduced together in a ring

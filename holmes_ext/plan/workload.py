@@ -96,18 +96,18 @@ class StageLoad:
 
     @property
     def busy_s(self) -> float:
-        """Return the seconds of a forward and a backward pass together."""
+        """Return the seconds of a micro-batch's forward and backward pass together."""
         return self.forward_s + self.backward_s
 
     @property
     def most(self) -> float:
-        """Return the number of micro-batches in flight that fit the memory; inf if no limit is known."""
+        """Return how many micro-batches in flight fit the memory of the rank; inf if no limit is known."""
         if not (self.limit_bytes and self.kept_bytes):
             return inf
         return floor((self.limit_bytes - self.fixed_bytes) / self.kept_bytes)
 
     def bytes_of(self, in_flight: float) -> float:
-        """Return the bytes that the rank holds with this number of micro-batches in flight."""
+        """Return the bytes of GPU memory that the rank needs with `in_flight` micro-batches in flight."""
         return self.fixed_bytes + in_flight * self.kept_bytes
 
 

@@ -44,7 +44,7 @@ class Edit:
     add: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """Return a line for the flags to remove, for those to change and for those to add, if any.
+        """Describe the edit in at most three lines: flags to remove, flags to change and flags to add.
 
         Example: ["remove --use-torch-fsdp2", "add --recompute-granularity full"].
         """
@@ -67,14 +67,14 @@ class CommandEdit:
     config: dict[str, Any] = field(default_factory=dict)  # whole new content of the ds_config
 
     def lines(self) -> list[str]:
-        """Return the changes as lines to print."""
+        """Describe the changes to a training command and its ds_config, as lines to print."""
         lines = self.flags.lines()
         for line in self.config_keys.lines():
             lines.append(f"{self.config_file}: {line}")
         return lines or ["nothing to change"]
 
     def whole_lines(self) -> list[str]:
-        """Return lines with the whole new command, and the whole new ds_config if that changes."""
+        """Return the complete new training command as lines to print, and the new ds_config if it changes."""
         lines = [shlex.join(self.command)]
         if self.config_keys.lines():
             lines.append(f"{self.config_file}: {json.dumps(self.config)}")
@@ -89,19 +89,22 @@ class _Flag(NamedTuple):
 
     @property
     def values(self) -> tuple[str, ...]:
-        """Return the words after the flag."""
+        """Return the values of this command-line flag: the words after it, or the text after its "="."""
         _, equals, value = self.words[0].partition("=")
         return (value,) if equals else self.words[1:]
 
     def with_values(self, values: Sequence[str]) -> _Flag:
-        """Return the flag with other values, written with "=" if it was before."""
+        """Return a copy of this command-line flag with other values.
+
+        A flag that was written as --flag=value keeps this form.
+        """
         if "=" in self.words[0] and len(values) == 1:
             return self._replace(words=(f"{self.name}={values[0]}",))
         return self._replace(words=(self.name, *values))
 
 
 def by_flag(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return flag -> the words after it.
+    """Group the words of a command line by flag: return flag -> the words that follow it.
 
     Example: --tensor-model-parallel-size 4 --bf16 -> {"--tensor-model-parallel-size": ("4",),
     "--bf16": ()}
@@ -154,7 +157,7 @@ def edited(
     words_after: Mapping[str, int],
     unwanted: Collection[str],
 ) -> tuple[Edit, tuple[str, ...]]:
-    """Return the changes to the flags of a command, and the new command.
+    """Edit the flags of a training command: return the changes, and the new command.
 
     If a flag stands several times in the command, the last occurrence counts, as in argparse. So that
     is changed, and earlier occurrences are removed.
@@ -198,7 +201,7 @@ def edited(
 def edited_config(
     config: Mapping[str, Any], wanted: Mapping[str, Any], unwanted: Collection[str]
 ) -> tuple[Edit, dict[str, Any]]:
-    """Return the changes to the keys of a ds_config, and its new content.
+    """Edit DeepSpeed's configuration: return the changes to its keys, and the new content.
 
     Keys of nested tables are joined by dots: "zero_optimization.stage". All other keys stay.
 

@@ -82,7 +82,7 @@ def launches(
     plan: str,
     options: Options = Options(),
 ) -> dict[str, Launch]:
-    """Return framework -> how to start a candidate.
+    """Return, for each framework, the flags and configuration files that start a planned job.
 
     Args:
         candidate: Plan to start.
@@ -92,6 +92,9 @@ def launches(
         cluster: File of the cluster description.
         plan: File of the plan; "" if none is written.
         options: Options of the user with which the plan was made.
+
+    Returns:
+        Name of the framework -> Launch.
     """
     shape = candidate.shape
     # Flags of holmes itself. The scripts of torch and torchtitan divide the layers into stages
@@ -144,7 +147,7 @@ def added(
     layers: bool = True,
     options: Options = Options(),
 ) -> list[str]:
-    """Return the flags of holmes itself (--holmes, ...) for a candidate.
+    """Return the --holmes flags with which a training command follows a plan.
 
     A job with a plan file follows it. A job without one makes a plan when it starts. For that plan
     the flags name the layers of the stages, so that they are those of the candidate.
@@ -196,7 +199,7 @@ def _sizes(candidate: Candidate, model: Model, global_batch: int) -> list[str]:
 def _megatron_lm(
     candidate: Candidate, model: Model, global_batch: int
 ) -> tuple[list[str], list[str]]:
-    """Return the flags of Megatron-LM, and the properties of the plan that it does not support.
+    """Return Megatron-LM's flags for a plan, and the properties of the plan that it does not support.
 
     Args:
         candidate: The plan.
@@ -218,7 +221,7 @@ def _megatron_lm(
 
 
 def _megatron_lm_model_flags(candidate: Candidate, model: Model) -> list[str]:
-    """Return Megatron-LM's flags that divide the model further, and those of recomputation.
+    """Return Megatron-LM's flags for recomputation and for interleaved, context and expert parallelism.
 
     Args:
         candidate: The plan.
@@ -314,11 +317,13 @@ def _unsupported(candidate: Candidate, name: str, has_experts: bool = False) -> 
     order = candidate.placement.sizes.order
     limits = ENGINES[name].limits_for(has_experts)
     lacks = []
+
     # Limits on the fields of Shape. That on "order", which is none of them, follows below.
     for axis, allowed in limits.items():
         value = getattr(shape, axis, None)
         if value is not None and value not in allowed:
             lacks.append(f"{axis} {value} (limit {axis}={','.join(map(str, allowed))})")
+
     # Without a limit on the order of the axes, the framework supports every order.
     # With the order PIPELINES_FIRST, each pipeline has consecutive ranks. The search chooses it if
     # stages cannot have whole nodes of each cluster. Then data-parallel groups cross clusters. The
@@ -331,7 +336,7 @@ def _unsupported(candidate: Candidate, name: str, has_experts: bool = False) -> 
 
 
 def _fsdp2(candidate: Candidate, holmes: Sequence[str]) -> Launch:
-    """Return how FSDP2 runs a plan.
+    """Return the flags and the script settings with which PyTorch's FSDP2 runs a plan.
 
     With several replicas of the sharded model (hybrid sharding) there are two ways. The script has
     a device mesh with a single dimension of data parallelism, and --holmes-fsdp hybrid divides it into
@@ -354,7 +359,7 @@ def _fsdp2(candidate: Candidate, holmes: Sequence[str]) -> Launch:
 
 
 def replicas_of(candidate: Candidate) -> int:
-    """Return the number of clusters of each stage, if it is the same for all stages; else 0.
+    """Return on how many clusters each pipeline stage lies, if all stages agree; else 0.
 
     A framework with hybrid sharding can keep a replica of the stage on each of these clusters. The
     result is 0 also if a stage has different numbers of ranks on its clusters.
@@ -367,14 +372,17 @@ def replicas_of(candidate: Candidate) -> int:
 
 
 def schedule_of(candidate: Candidate) -> str:
-    """Return the name of the schedule in torch.distributed.pipelining."""
+    """Return the name that torch.distributed.pipelining has for a plan's pipeline schedule."""
     if candidate.breadth_first:
         return "LoopedBFS"
     return "Interleaved1F1B" if candidate.shape.virtual > 1 else "1F1B"
 
 
 def _torch_script(candidate: Candidate) -> str:
-    """Return mesh and schedule for a script of torch.distributed.pipelining; "" without a pipeline."""
+    """Return the device mesh and the pipeline schedule that a PyTorch script needs for a plan, as text.
+
+    The text is for scripts with torch.distributed.pipelining; "" if the plan has no pipeline.
+    """
     shape = candidate.shape
     if shape.pipeline == 1:
         return ""
@@ -393,7 +401,7 @@ def _torch_script(candidate: Candidate) -> str:
 
 
 def _torchtitan(candidate: Candidate, global_batch: int, holmes: list[str]) -> Launch:
-    """Return how torchtitan 0.3.0 runs a plan.
+    """Return the configuration with which torchtitan 0.3.0 runs a plan.
 
     A hierarchical reduction becomes hybrid sharding: replicas across clusters, shards inside them.
 
@@ -445,7 +453,7 @@ def _torchtitan(candidate: Candidate, global_batch: int, holmes: list[str]) -> L
 
 
 def _megatron_deepspeed(candidate: Candidate, model: Model, global_batch: int) -> list[str]:
-    """Return the flags of Megatron-DeepSpeed."""
+    """Return the command-line flags with which Megatron-DeepSpeed runs a plan."""
     shape = candidate.shape
     flags = _sizes(candidate, model, global_batch)
     flags += ["--deepspeed", "--deepspeed_config", "ds_config.json"]

@@ -79,6 +79,7 @@ def _run_with(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     search.check_pictures(args, job)  # raises before the search if a picture cannot be drawn
     if search.wanted(args):
         return search.run(args, spec, job)
+
     # Both options show times and memory of each stage. These need a model or a measured profile.
     explains = bool(args.explain or args.picture)
     if explains and job.model is None and not args.profile:
@@ -130,6 +131,7 @@ def _show(args: argparse.Namespace, given: GivenSizes, explains: bool) -> int:
     costs = given.costs
     layout = None  # result of a search with only the given sizes; it simulates their step
     starts = {}  # framework -> how to start it
+
     # The simulation computes the times of the layers from the model. With --profile, measured times
     # take their place, so nothing is simulated.
     if job.model is not None and not args.profile and plan.sizes is not None:

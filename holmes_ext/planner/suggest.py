@@ -54,7 +54,7 @@ class Request:
 
 
 def edit_of(request: Request, launch: Launch) -> CommandEdit:
-    """Return the changes that make a command run a plan: to its flags, and to its ds_config.
+    """Compute the changes to a user's training command, and to its ds_config, so that it runs a plan.
 
     Args:
         request: The command and the plan.
@@ -74,6 +74,7 @@ def edit_of(request: Request, launch: Launch) -> CommandEdit:
     if request.framework in MEGATRONS:
         wanted = _as_the_command_spells(request, wanted)
     unwanted = set(_unwanted(request, wanted))
+
     # Flags that already have the plan's value stay, even if the plan would spell it differently.
     untouched = set(_untouched(request))
     wanted = {flag: values for flag, values in wanted.items() if flag not in untouched}
@@ -134,6 +135,7 @@ def _as_the_command_spells(
     expert_tensor = "--expert-tensor-parallel-size"
     sizes = request.command_line.sizes
     old_tensor = str(sizes.tensor) if sizes is not None else "1"
+
     # The default of the expert tensor size is the tensor size. If the command states just this
     # default, the new command states it, too, with the new tensor size.
     states_default = _last_value(request.words, expert_tensor) == old_tensor
@@ -185,7 +187,7 @@ def _unwanted(request: Request, wanted: Mapping[str, tuple[str, ...]]) -> Iterat
 
 
 def _untouched(request: Request) -> Iterator[str]:
-    """Yield the flags that stay as they are, because they already have the plan's value.
+    """Yield the flags of a command that already have the plan's value, and so stay as they are.
 
     There are two groups: the flags of recomputation (RECOMPUTE), and those of the layers of each
     stage and chunk (LAYERS).
@@ -201,6 +203,7 @@ def _untouched(request: Request) -> Iterator[str]:
     if recompute == candidate.shape.recompute:
         yield from RECOMPUTE
     layout = request.layout
+
     # With --holmes-plan the layers come from a plan file, not from flags. That flag is removed, so the
     # layers then need flags of their own.
     if layout is not None and "--holmes-plan" not in request.words:
@@ -210,7 +213,7 @@ def _untouched(request: Request) -> Iterator[str]:
 
 
 def _wanted_keys(request: Request, launch: Launch, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that the ds_config of a plan must have, joined by dots, with their values.
+    """Return the entries that a plan needs in ds_config: key -> value; nested keys are joined by dots.
 
     Args:
         request: The command, the plan, and the layout of the command.
@@ -231,6 +234,7 @@ def _wanted_keys(request: Request, launch: Launch, content: Mapping[str, Any]) -
             wanted[name] = value
     if "--fp16" in request.words and "bf16.enabled" in wanted:
         wanted["fp16.enabled"] = wanted.pop("bf16.enabled")
+
     # Keys that repeat the content of flags must agree with them.
     values_of_optional_keys = {
         "pipeline": {
@@ -262,6 +266,7 @@ def _unwanted_keys(
     candidate = request.candidate
     if runs_already(candidate, request.layout):
         return  # the command has this plan already, so its ds_config does not contradict it
+
     # Overlap of the gradient reduction: "--holmes-overlap on" or "off", and DeepSpeed's own key.
     flag_values = wanted.get("--holmes-overlap")
     overlap_comm = (content.get("zero_optimization") or {}).get("overlap_comm")
@@ -269,10 +274,12 @@ def _unwanted_keys(
         plan_overlaps = flag_values == ("on",)
         if bool(overlap_comm) != plan_overlaps:
             yield "zero_optimization.overlap_comm"
+
     # A DeepSpeed method of partitioning would not give uneven stages the layers of the plan.
     has_uneven_stages = len(set(candidate.split)) > 1
     if has_uneven_stages:
         yield "pipeline.partition"
+
     # DeepSpeed's sequence parallelism is the context parallelism of a plan. Without it, the size has
     # to be DeepSpeed's default, 1.
     if candidate.shape.context == 1:

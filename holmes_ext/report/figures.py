@@ -28,7 +28,7 @@ _KIND, _WHERE = 0, 2  # positions of the kind of group, and of "inside" or "acro
 
 
 class _Participant(NamedTuple):
-    """The part of a rank in an operation, with times on rank 0's clock."""
+    """Part that a rank takes in an operation: its start and end, on rank 0's clock."""
 
     rank: int
     start: float
@@ -126,7 +126,7 @@ class PlanRow:
 
     @property
     def name(self) -> str:
-        """The plan in words: its reductions, or micro-batches in flight such as "3+1"."""
+        """The plan in words: its ways to reduce gradients, or micro-batches in flight such as "3+1"."""
         return self.sums or "+".join(map(str, self.in_flight)) or "the engine's own"
 
 
@@ -258,7 +258,7 @@ def _joined_row(run: Run) -> JoinedRow | None:
 
 
 def _rank_row(rank_file: RankFile, steps: list[int]) -> RankRow:
-    """Return the figures of a rank, as medians over the steps with the numbers `steps`."""
+    """Compute the row of a rank: medians over the training steps with the numbers `steps`."""
     step_times = []
     exposed_times = []
     own_times = []
@@ -314,7 +314,7 @@ class _Sums(NamedTuple):
 
 
 def _group_rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
-    """Return the figures of each kind of group on each fabric, the most exposed first.
+    """Compute the row of each kind of process group on each fabric, the most exposed first.
 
     Args:
         run: Telemetry of all ranks.
@@ -363,7 +363,7 @@ def _group_rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
 
 
 def _pair_rows(run: Run) -> tuple[PairRow, ...]:
-    """Return the traffic from each cluster to each other cluster, the most exposed pair first.
+    """Compute the traffic from each cluster to each other cluster, the most exposed pair first.
 
     Bytes are added over the ranks, which share the link. Exposed seconds are averaged over the
     ranks that use the link, because these wait at the same time.
@@ -444,7 +444,7 @@ def achieved(run: Run) -> dict[Key, float]:
 
 
 def _interval_of_operation(participants: Sequence[_Participant]) -> tuple[float, float]:
-    """Return the time from the latest start to the latest end of an operation's ranks."""
+    """Return the interval of an operation: from the latest start to the latest end of its ranks."""
     start = max(participant.start for participant in participants)
     end = max(participant.end for participant in participants)
     return start, end

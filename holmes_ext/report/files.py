@@ -81,7 +81,7 @@ class Run:
 
     @property
     def head(self) -> dict[str, Any]:
-        """First line of the first rank's file."""
+        """First line of the telemetry file of the first rank: it describes the job."""
         return self.ranks[0].head
 
     @property
@@ -92,7 +92,7 @@ class Run:
         return measured_steps or common_steps
 
     def took(self, steps: Iterable[int]) -> list[float]:
-        """Return the seconds of each step on its slowest rank."""
+        """Return the seconds that each training step took on its slowest rank."""
         return [
             max(rank.steps[step]["end"] - rank.steps[step]["begin"] for rank in self.ranks)
             for step in steps
@@ -207,6 +207,7 @@ def _notes_on(ranks: list[RankFile]) -> list[str]:
         notes.append(
             f"clocks of {', '.join(unaligned)} were not compared with rank 0's: their times are not aligned"
         )
+
     # `holmes lab` runs a job on emulated NICs. They may carry only a part (--scale) of the rates
     # that they announce. The column "of" of the report's tables has the rates that they carried.
     scale = Table(head, f"{ranks[0].path}: line 1").take("scale", float, 1.0)
@@ -281,7 +282,7 @@ def _read_head(path: Path, document: dict[str, Any]) -> RankFile:
 
 
 def _add_rows(rows: list[list[Any]], new_rows: list[list[Any]], key_length: int) -> list[list[Any]]:
-    """Return the rows of two tables. Rows with the same key become one row with the sums of their numbers.
+    """Merge two tables: rows with the same key become one row with the sums of their numbers.
 
     Args:
         rows: Rows of texts (the key), followed by numbers.

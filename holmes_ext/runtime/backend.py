@@ -160,7 +160,9 @@ def group_ranks(group: Any) -> list[int]:
 
 
 def backend_named(text: str, device_type: str = "") -> str:
-    """Return the backend for one device type. If it has none, return the first backend in `text`.
+    """Choose the backend of a device type from a text such as "cpu:gloo,cuda:nccl".
+
+    If the text names no backend for the device type, the first backend is returned.
 
     Args:
         text: The backend as a program gives it or as torch returns it, e.g. "cpu:gloo,cuda:nccl".
@@ -177,7 +179,7 @@ def backend_named(text: str, device_type: str = "") -> str:
 
 
 def backends(text: str) -> dict[str, str]:
-    """Return the backend of each device type, as torch reads `text`, e.g. {"cpu": "gloo", "cuda": "nccl"}."""
+    """Parse a text of torch's backends into device type -> backend, e.g. {"cpu": "gloo", "cuda": "nccl"}."""
     from torch.distributed.distributed_c10d import Backend, BackendConfig
 
     device_backends = BackendConfig(Backend(text)).device_backend_map
@@ -212,7 +214,7 @@ def timeout_of(group: Any) -> timedelta | None:
 
 
 def network_api_of(backend: str) -> str:
-    """Return how a backend reaches a network: "verbs" or "sockets".
+    """Return the interface by which a backend sends over a network: "verbs" (RDMA) or "sockets" (TCP).
 
     "" is returned for a backend that chooses its networks itself.
     """

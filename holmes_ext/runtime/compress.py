@@ -45,7 +45,7 @@ class Codec:
     saves_above = 8
 
     def applies(self, dtype: torch.dtype) -> bool:
-        """Return whether the codec shrinks tensors of this type."""
+        """Return whether this compression makes tensors of type `dtype` smaller."""
         return dtype.is_floating_point and dtype.itemsize > self.saves_above
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Codec:
         return like.new_empty(like.shape)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Return the tensor that is sent for `x`.
+        """Compress a flat tensor: return the tensor to send in its place.
 
         Args:
             x: Flat tensor.
@@ -63,7 +63,7 @@ class Codec:
         return x
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return the decoded tensor, with the length and type of `like`. Elements of `like` are not used."""
+        """Decompress a received tensor, to the length and type of `like`. Elements of `like` are not used."""
         return wire
 
 
@@ -80,11 +80,11 @@ class Bf16(Codec):
         return like.new_empty(like.numel(), dtype=torch.bfloat16)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Return `x` in bfloat16. `residual` is not used."""
+        """Compress a flat tensor by rounding it to bfloat16. `residual` is not used."""
         return x.bfloat16()
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return the received tensor in the type of `like`."""
+        """Convert a received bfloat16 tensor to the type of `like`."""
         return wire.to(like.dtype)
 
 
@@ -112,7 +112,7 @@ class Int8(Codec):
         return like.new_empty(_FLOAT32_BYTES * words, dtype=torch.uint8)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Return the scales and levels of `x` plus `residual`, and update the residual in place.
+        """Round `x` plus `residual` to 8 bits per element: return scales and levels, update the residual.
 
         The scale of a block is its largest magnitude / 127, and a level is an element / scale, rounded.
 
@@ -131,6 +131,7 @@ class Int8(Codec):
         blocks = self._in_blocks(target)
         scales = blocks.abs().amax(1).div_(_INT8_MAX)
         divisors = scales.masked_fill(scales == 0, 1.0)[:, None]  # a block of zeros is divided by 1
+
         # A block with NaN or infinity gets a scale that is not finite, so that decode() makes it NaN.
         levels = (blocks / divisors).round_().nan_to_num_(0.0, 0.0, 0.0)
 
@@ -147,7 +148,7 @@ class Int8(Codec):
         return wire
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return the elements that `wire` encodes: each level times the scale of its block.
+        """Decompress a received int8 message: each element is its level times the scale of its block.
 
         The result has the length and type of `like`. Elements of `like` are not used.
         """

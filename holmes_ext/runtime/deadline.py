@@ -58,6 +58,7 @@ def told_once(error: HolmesError, topic: str = "") -> HolmesError:
     digest = hashlib.sha256((topic or str(error)).encode()).hexdigest()[:16]
     key = f"{current.key_prefix}/refusal/{digest}"
     own_rank = str(process.rank)
+
     # The store ends with the process that hosts it: rank 0, or the launcher's agent (agent_store).
     is_host = process.rank == 0 and not process.agent_store
     try:
@@ -104,7 +105,7 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds that are left; 0 after the deadline."""
+        """Seconds until the deadline; 0 after it."""
         return max(0.0, self._end - time.monotonic())
 
     @property
@@ -118,16 +119,16 @@ class Deadline:
             raise self.missed()
 
     def missed(self) -> TimeoutError:
-        """Return the error to raise if the operation is not done in time."""
+        """Create the TimeoutError to raise if the operation is not done before its deadline."""
         return TimeoutError(f"{self.operation} took longer than {self.seconds:.3g} s")
 
     def limit(self, connection: socket.socket) -> None:
-        """Set the timeout of a socket to the time that is left; raise TimeoutError if none is left."""
+        """Set the timeout of a socket to the time until the deadline; raise TimeoutError if none is left."""
         self.check()
         connection.settimeout(max(self.left, _LEAST_S))
 
     def part(self, seconds: float, operation: str) -> Deadline:
-        """Return the deadline of a part of this operation: in `seconds`, but not after this deadline."""
+        """Create a deadline for a part of the operation: in `seconds`, but not after the whole deadline."""
         return Deadline(min(seconds, self.left), operation)
 
 

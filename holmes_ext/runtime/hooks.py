@@ -43,7 +43,10 @@ def follow_steps() -> bool:
 
 def on_start(current: Session) -> list[str]:
     """Call the on_start functions of extensions, and return their lines for the user."""
-    return [line for function in _functions["on_start"] for line in function(current)]
+    lines = []
+    for function in _functions["on_start"]:
+        lines += function(current)
+    return lines
 
 
 def on_ready(current: Session) -> None:

@@ -37,7 +37,7 @@ class JobRequest(Protocol):
         """Read the files that the options name, such as cluster.toml and the model's description."""
 
     def make_plan(self, nodes: list[NodeReport]) -> tuple[Site, Plan]:
-        """Make the plan for the nodes of a job, from their reports; return it with the nodes and networks."""
+        """Make the plan of a job from the reports of its nodes; return it with the nodes and networks."""
 
     def start_again(self, layers: str, sizes: Sizes | None) -> tuple[Options, list[str]]:
         """Return options that continue a restarted job with the layers its last run has chosen.
@@ -61,12 +61,12 @@ class PlanMaker(Protocol):
     """Interface of the functions that derive a Plan from another Plan; plan/maker.py implements it."""
 
     def on_ports(self, plan: Plan, site: Site, options: Options, *, engine: EngineTraits) -> Plan:
-        """Return the plan for `site`: the same nodes, without the NIC ports that a test has excluded."""
+        """Adapt a plan to `site`: the same nodes, without the NIC ports that a test has excluded."""
 
     def complete_plan(
         self, plan: Plan, sizes: Sizes, options: Options, model: Model | None, engine: EngineTraits
     ) -> Plan:
-        """Return the plan with the decisions for parallel sizes that the framework has reported."""
+        """Adapt a plan to the parallel sizes that the framework has reported after the start."""
 
     def spec_of_group(
         self,
@@ -77,7 +77,7 @@ class PlanMaker(Protocol):
         total_bytes: float,
         engine: EngineTraits,
     ) -> ReductionSpec:
-        """Return how a group of ranks reduces gradients: algorithm, bucket size, codec, overlap.
+        """Return how a group of ranks is to reduce gradients: algorithm, bucket size, codec, overlap.
 
         Args:
             plan: The plan of the job.

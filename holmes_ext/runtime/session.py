@@ -74,7 +74,7 @@ class Session:
 
     @property
     def node(self) -> Node:
-        """The node of this process."""
+        """Node that this process runs on."""
         return self.site.node_by_name[self.plan.node_of(self.rank)]
 
     def fabric_of(self, ranks: Iterable[int], backend: str) -> Fabric | None:
@@ -132,7 +132,7 @@ class Session:
             self._resized[sizes] = plan
 
     def stages(self, sizes: Sizes, backend: str) -> tuple[ReductionSpec, ...]:
-        """Return how each pipeline stage reduces its gradients.
+        """Return, for each pipeline stage, how it reduces its gradients.
 
         Args:
             sizes: Parallel sizes of the job, including the data-parallel size.
@@ -160,6 +160,7 @@ class Session:
         if compress is not None:
             options = replace(options, compress_gradients=compress)
         members = tuple(ranks)
+
         # None, unless measurements of this job have led to a reduction that was not planned.
         measured = self.reduction_from_measurements(members, backend)
         # A reduction from measurements was chosen for the codec of --holmes-compress-gradients. It
@@ -196,7 +197,7 @@ class Session:
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """A process group that this rank is in, and its network."""
+    """Process group of torch.distributed that this rank is in, and the network that it uses."""
 
     name: str
     ranks: tuple[int, ...]
@@ -206,7 +207,7 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class DoneReduction:
-    """How a process group reduced its gradients, and how it was planned to."""
+    """Way in which a process group reduced its gradients, and the way that was planned."""
 
     planned: ReductionSpec
     #: Bytes of gradients: of the largest single reduction, or of all reductions of a training step.

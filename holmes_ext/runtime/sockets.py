@@ -97,7 +97,7 @@ def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def peer_host(connection: socket.socket) -> str:
-    """Return the address at the other end; an IPv4 address looks the same if it is mapped into IPv6."""
+    """Return the IP address at the other end of a connection; ::ffff:10.0.0.1 is returned as 10.0.0.1."""
     host = connection.getpeername()[0]
     return str(ip_of(host) or host)
 
@@ -172,7 +172,7 @@ class Guest:
     """Connection that a Listener has accepted, as the handler gets it."""
 
     def __init__(self, connection: socket.socket, host: str, admit: Callable[[Guest], bool]):
-        """Wrap a connection.
+        """Wrap a connection that a TCP listener has accepted.
 
         Args:
             connection: The connection.
@@ -188,15 +188,15 @@ class Guest:
         self.kept = False  # whether the handler keeps the socket open after it returns
 
     def admit(self) -> bool:
-        """Stop counting this guest as a stranger, because its client has authenticated itself.
+        """Count this connection as authenticated, because its client has identified itself.
 
         Returns:
-            False if there are too many admitted guests; then the handler should return.
+            False if there are too many authenticated connections; then the handler should return.
         """
         return self._admit(self)
 
     def keep(self) -> None:
-        """Leave the socket open when the handler returns, because other code uses it from now on."""
+        """Keep the socket open when the handler of the connection returns: other code uses it from now on."""
         self.kept = True
 
     def becomes(self, wrapped: socket.socket) -> None:
@@ -221,7 +221,7 @@ class Listener:
         per_address: int = 16,
         admitted: int = 1024,
     ):
-        """Create the listener. Connections are accepted after start().
+        """Create a TCP listener. Connections are accepted after start().
 
         A guest is a connection. Guests are strangers until the handler has identified and admitted them.
         Limits on strangers keep clients that identify themselves from being shut out by others.
@@ -343,7 +343,7 @@ class Listener:
             return True
 
     def _forget(self, guest: Guest) -> None:
-        """Stop counting a guest whose connection has ended."""
+        """Stop counting a connection that has ended."""
         with self._lock:
             if guest in self._strangers:
                 self._strangers.remove(guest)

@@ -152,11 +152,13 @@ def saved_split(folder: Path, module: Any, tensor: int) -> Split:
             return Split(parts=tuple(document["parts"]), tensor=document["tensor"])
         except (HolmesError, KeyError, TypeError):  # not the JSON that _record_split writes
             raise HolmesError(f"{record}: damaged; {way_out}") from None
+
     # DeepSpeed saves one model file for each pipeline stage and tensor-parallel rank.
     saved_files = len(list(folder.glob("mp_rank_*_model_states.pt")))
     files_of_this_job = module.num_stages * tensor
     if saved_files != files_of_this_job:
         return Split(parts=(), tensor=0, files=saved_files)  # only the number is known
+
     # module.parts has the first layer of each stage. If holmes has replaced DeepSpeed's own values there,
     # stock_parts has kept these.
     parts = stock_parts.get(module, module.parts)

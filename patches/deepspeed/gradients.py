@@ -65,9 +65,9 @@ class PlainGradients:
         return self.positions is None or id(parameter) in self.positions
 
     def predivide(self, ranks: int) -> float:
-        """Return the divisor of each rank's gradients before they are summed.
+        """Return the number by which each rank divides its gradients before they are summed.
 
-        The same divisor as in DeepSpeedEngine.allreduce_bucket. If the sum is to be an average, the
+        It is the divisor of DeepSpeedEngine.allreduce_bucket. If the sum is to be an average, the
         rest of the division follows after the sum.
 
         Args:
@@ -82,24 +82,25 @@ class PlainGradients:
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
-        """Do nothing: a hook around a step's last backward pass.
+        """Do nothing around a step's last backward pass; subclasses override this hook.
 
         Bf16Gradients overrides it: its gradients must be added to float32 sums during the pass.
         """
         yield
 
     def after_reduction(self) -> None:
-        """Do nothing: a hook that is called when all gradients have been averaged.
+        """Do nothing after all gradients have been averaged; subclasses override this hook.
 
         ZeroGradients overrides it: its optimizer must collect the gradients of the rank's own
         partition.
         """
 
     def owners(self) -> Callable[[Any], list[PartOfGradient]] | None:
-        """Return a function that lists the parts of a gradient with the rank that needs each, or None.
+        """Return a function that divides a gradient among the ranks that need its parts; None: all need all.
 
         The function takes a parameter, and returns the parts of its gradient in the order of the
-        elements. None means that every rank needs all gradients, as here.
+        elements, each with the rank that needs it. None means that every rank needs all gradients,
+        as here.
         """
         return None
 
@@ -173,6 +174,7 @@ class Bf16Gradients(PlainGradients):
             yield  # here the last backward pass runs
         finally:
             self.optimizer.immediate_grad_update = previous_setting
+
         # Gradients that were not sent during the pass. For example those of tied weights (shared by
         # two stages): they are sent after DeepSpeed's ReduceTiedGrads. That reads their float32
         # sums. _add_to_float32_sum() skips the parameters in in_float32_sum.
@@ -202,10 +204,10 @@ class ZeroGradients(PlainGradients):
         return self.optimizer.get_gradient_for_reduction(parameter)
 
     def owners(self) -> Callable[[Any], list[PartOfGradient]] | None:
-        """Return a function that lists the parts of a gradient with the rank that needs each, or None.
+        """Return a function that divides a gradient among the ranks that need its parts; None: all need all.
 
         The function takes a parameter, and returns the parts of its gradient in the order of the
-        elements. None means that every rank needs all gradients.
+        elements, each with the rank that needs it. None means that every rank needs all gradients.
         """
         if not self.optimizer.reduce_scatter:
             return None  # the user's setting: all ranks get all averages, by an all-reduce
@@ -226,6 +228,7 @@ class ZeroGradients(PlainGradients):
         key = optimizer.get_param_id(parameter)
         ranks = get_process_group_ranks(optimizer.real_dp_process_group[group])
         partitions = optimizer.param_to_partition_ids[group][key]  # with elements of the parameter
+
         # Partition -> parameter -> the first element of the parameter that is in the partition.
         first_elements = optimizer.grad_start_offset[group]
         rank_of_start = []  # pairs (first element, rank)
@@ -242,9 +245,9 @@ class ZeroGradients(PlainGradients):
         return parts
 
     def predivide(self, ranks: int) -> float:
-        """Return the divisor of each rank's gradients before they are summed.
+        """Return the number by which each rank divides its gradients before they are summed.
 
-        The same divisor as in ZeRO's optimizer.
+        It is the divisor of ZeRO's optimizer in DeepSpeed.
 
         Args:
             ranks: The data-parallel size.

@@ -117,6 +117,7 @@ def _hierarchical_reduction_of(group: Any, size: int) -> Any:
     spans_clusters = bool(spec.clusters)  # the clusters of the ranks; empty if they are in one
     is_large_enough = size >= spec.hierarchical_from  # bytes
     hierarchical = spans_clusters and is_large_enough
+
     # Record how the gradients were reduced. The job's report compares this with the plan. The plan may
     # assume an overlap with the backward pass that holmes cannot make in an engine without a pipeline.
     session.note_reduction(
@@ -192,6 +193,7 @@ def _zero_3_message(current: Session, engine: Any) -> str:
         # ds_numel is the number of elements before ZeRO 3 shards the parameter.
         elements = getattr(parameter, "ds_numel", parameter.numel())
         weight_bytes += elements * parameter.itemsize
+
     # ZeRO 3 makes one gather for each module that has parameters of its own.
     gathers = sum(bool(module._parameters) for module in engine.module.modules())
     # `again` is the part of the weights that the backward pass gathers over all ranks, too.
@@ -214,6 +216,7 @@ def _zero_3_message(current: Session, engine: Any) -> str:
         if crossing:
             return f"{text}; zero_hpz_partition_size {hpz_size} crosses in the backward pass too: {crossing}"
         return text
+
     # Suggest groups that fit into each cluster.
     smallest_cluster = min(map(len, clusters.values()))  # ranks
     if smallest_cluster <= 1:
@@ -247,9 +250,11 @@ def _all_reduce_tied(current: Session, call: Call, instance: Any, tensor: Any, g
     engines_with_tied_reduction = _reducing_tied.instances  # those in _exec_reduce_tied_grads now
     if not engines_with_tied_reduction:
         return call()  # deepspeed.comm.all_reduce, here of another tensor
+
     # Arguments that this wrapper does not read. A later DeepSpeed may pass some, and call() handles them.
     if call.unread_arguments():
         return call()
+
     # Imported here, where torch has been loaded already.
     from holmes_ext.runtime.reduce.tied import tied_sum_of
 
@@ -260,6 +265,7 @@ def _all_reduce_tied(current: Session, call: Call, instance: Any, tensor: Any, g
         return call()
     if not tied_sum.takes(tensor):  # the tensor is small or not contiguous
         return call()
+
     # DeepSpeed averages the gradients over the ranks of each stage, and adds the two averages. The
     # hierarchical sum adds the gradients of all ranks of both stages. Divided by the ranks of one stage, it
     # is the same.

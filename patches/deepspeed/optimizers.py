@@ -143,7 +143,7 @@ def state_of_mode(types: TrainingTypes, version: str) -> dict[Mode, StateBytes]:
 
 
 def _behaviour_of(version: str) -> Changes:
-    """Return the behaviour of a release of DeepSpeed, in the points where releases differ."""
+    """Look up the behaviour of a release of DeepSpeed, in the points where releases differ."""
     release = release_of(version)
     first_releases = [first for first in _BEHAVIOUR_SINCE if Version(first) <= release]
     return _BEHAVIOUR_SINCE[first_releases[-1]]
@@ -212,7 +212,7 @@ def _name_of(types: TrainingTypes, mode: Mode, sums: str, behaviour: Changes, ve
 
 
 def _state_of(name: str, types: TrainingTypes, mode: Mode, sums: str) -> StateBytes:
-    """Return the bytes that an optimizer keeps for one parameter on a GPU, and which of them it shards.
+    """Return the bytes of GPU memory that an optimizer keeps for one parameter, and which it shards.
 
     The gradient may take two parts of memory: that of the last backward pass, in the type of the weights,
     and the sum over the micro-batches, in the type `sums`. An optimizer that adds up in the first part
@@ -243,10 +243,12 @@ def _state_of(name: str, types: TrainingTypes, mode: Mode, sums: str) -> StateBy
         # Every rank sums all gradients: in place, or in a second tensor if the types differ.
         gradients = width if sums == types.precision else gradient_and_sum_bytes
         return replace(state, gradients=gradients, sharded=sharded)
+
     # From ZeRO 2 on, a rank sums the gradients of its shard only. Offload moves these sums to the host too.
     if types.offload:
         return replace(state, gradients=0.0, sharded=sharded)
     if mode.zero == _ZERO_GRADIENTS:
         return replace(state, gradients=gradient_and_sum_bytes, sharded=sharded)
+
     # ZeRO 3 keeps the sums only.
     return replace(state, gradients=float(WIDTHS[sums]), sharded=sharded)

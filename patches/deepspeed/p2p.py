@@ -51,12 +51,14 @@ def _make_pair_groups(current: Session, call: Call, instance: Any, grid: Any) ->
         # The patches of stage_links.py make groups for all pairs.
         return result
     world = range(current.plan.world_size)
+
     # Pairs of ranks on neighbouring stages. All ranks need the same order to make groups.
     neighbours = sorted({tuple(sorted(pair)) for pair in grid.p2p_groups})
     # Pairs whose shared network is not that of all ranks.
     pairs = [
         pair for pair in neighbours if pair_needs_group(current.plan, pair, world, network_api)
     ]
+
     # The third argument gives the new groups its settings, such as the timeout.
     new_groups = groups_of(pairs, current.rank, dist.group.WORLD)
     groups_by_peer.update(new_groups)  # _over_pair_group sends over them

@@ -96,6 +96,7 @@ def borders_of(names: Sequence[str | None], stage_layers: Sequence[int], source:
         layers = "+".join(map(str, stage_layers))
         planned = f"{source}: key 'stage_layers': {layers} = {counted(total, 'layer')}"
         raise HolmesError(f"{planned}, but the model has {actual}; make the plan for this model")
+
     # The first stage begins at layer 0. Each later stage begins at its first block: with n blocks in all the
     # stages before it, that is block n.
     blocks_in_stages_before = itertools.accumulate(stage_layers[:-1])

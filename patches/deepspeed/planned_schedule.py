@@ -48,7 +48,7 @@ class PlannedPasses:
     def __init__(
         self, stock_schedule: Any, planned_order: PipelineOrder, engine: Any, mailbox: Mailbox
     ):
-        """Make the schedule of one training step.
+        """Create the schedule of one training step: the planned order of passes of this pipeline stage.
 
         Args:
             stock_schedule: DeepSpeed's own schedule for this step, whose attributes are copied.
@@ -63,6 +63,7 @@ class PlannedPasses:
         self.splits_backward = any(kind == WEIGHT_GRADIENTS for kind, _ in self.order)
         self.weight_gradients = WeightGradients()  # used by WEIGHT_GRADIENTS passes only
         self.losses = dict[int, Any]()  # micro-batch -> loss, on the last stage
+
         # Micro-batch -> number of gradients that the previous stage receives from this stage before
         # its own forward pass of the micro-batch. When the activation of that pass arrives here,
         # the previous stage has so many gradients, and this stage can free them. () on the first
@@ -177,6 +178,7 @@ class PlannedPasses:
             # The first stage loads the model's inputs, the last one the labels.
             inputs.append(schedule.LoadMicroBatch(buffer))
         yield inputs
+
         # If backward passes are split, the linear layers must keep their inputs for the second part.
         keeps_inputs: Any = nullcontext()
         if self.splits_backward:

@@ -131,6 +131,7 @@ def _start_profiler(engine: Any, steps: int) -> Profiler:
         # executes ReduceTiedGrads all the same, but it sends nothing. The profile would show its few
         # microseconds as such a sum.
         del timed_kinds["ReduceTiedGrads"]
+
     # Class of an instruction -> function that executes it.
     class_table = type(engine)._INSTRUCTION_MAP
     engine._INSTRUCTION_MAP = dict(class_table)

@@ -93,7 +93,9 @@ class _Overlap:
     """Gradient reduction of one DeepSpeed pipeline engine that runs during its last backward pass."""
 
     def __init__(self, engine: Any):
-        """Prepare the reduction; the parameters are read later, by prepare().
+        """Prepare a gradient reduction that overlaps with the last backward pass of a pipeline engine.
+
+        The parameters are read later, by prepare().
 
         Args:
             engine: The pipeline engine, as a weak proxy.
@@ -104,6 +106,7 @@ class _Overlap:
         self.optimizer_gradients = gradients_of(engine)
         self.reducer: Any = None  # a GradientReducer that sends the buckets; made by prepare()
         self.backwards_left = 0  # backward passes until the end of the batch; 0 in evaluation
+
         # In a single hardware queue, a bucket blocks the kernels of the backward pass that come
         # after it. The stages before this one then wait longer for their gradients. So all stages
         # but the first hold their buckets back until the backward pass has ended.
@@ -171,6 +174,7 @@ def overlap_of(engine: Any) -> _Overlap | None:
     if engine in _overlaps:
         return _overlaps[engine]
     current = session.active()  # the plan and the options; None if holmes is off
+
     # True for each stage that is to overlap. A stage without data parallelism reduces nothing.
     wanted = [engine.is_data_parallel] * engine.num_stages
     if current is not None and engine.is_data_parallel:

@@ -93,6 +93,7 @@ def unsupported(engine: Any, order: PipelineOrder | None = None) -> str | None:
         return "shapes change from batch to batch"
     if not isinstance(order, ListedOrder):
         return None
+
     # The plan lists every pass (--holmes-schedule auto), and may split a backward pass into two.
     # ZeRO's optimizer cannot take gradients from two parts. BF16_Optimizer can, although
     # zero_optimization() is True with it as well: it adds the gradients of both to its float32
@@ -123,12 +124,14 @@ def _make_mailbox(current: Session, call: Call, instance: Any, grid: Any) -> Any
     _mailbox = None  # forget the mailbox of an earlier engine
     if not network_api_of(backend_of()):  # the backend is neither gloo nor NCCL
         return result
+
     # grid.p2p_groups has a pair of ranks for each stage and the next one, and for the last stage and the
     # first. Two stages therefore appear in both orders, and a single stage is paired with itself.
     pairs = {(min(pair), max(pair)) for pair in grid.p2p_groups if len(set(pair)) > 1}
     stage_of_rank = {
         grid.stage_to_global(stage_id=stage): stage for stage in range(grid.pipe_parallel_size)
     }
+
     # of_pairs() makes the process groups. They get the settings of the group `pipeline`, such as the timeout.
     _mailbox = of_pairs(pairs, current.rank, stages=stage_of_rank, pipeline=dist.group.WORLD)
     # p2p.py uses these groups for blocking transfers while the mailbox is idle, as in evaluation.
@@ -186,6 +189,7 @@ def _wire_to(stage: int) -> Wire:
         planned = planned_stage_links[earlier_stage]
     else:  # the last stage and the first
         planned = planned_stage_links[-1]
+
     # planned.compression is "off", "bf16" or "int8".
     return Wire(
         compression=planned.compression,
@@ -296,6 +300,7 @@ def _exec_schedule(current: Session, call: Call, instance: Any, pipe_schedule: A
     if _mailbox is None or instance.num_stages == 1 or type(pipe_schedule) is not TrainSchedule:
         return call()  # DeepSpeed's _exec_schedule, with DeepSpeed's own schedule
     plan = current.plan_for(grid_sizes(current, instance.grid))
+
     # For each stage the order of its passes, and when it posts its receives. The order is listed in
     # the plan, or follows from the planned number of micro-batches in flight.
     planned_order = pipeline_order_of(plan, network_api_of(backend_of()))

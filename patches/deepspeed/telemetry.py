@@ -152,6 +152,7 @@ def _exec_schedule(current: Session, call: Call, instance: Any, pipe_schedule: A
     if not network_api:  # the backend is neither gloo nor NCCL
         return call()
     is_training = type(pipe_schedule) is TrainSchedule
+
     # Why stage_links.py cannot replace the schedule, or None.
     reason_against = unsupported(instance)
     if not is_training or reason_against:

@@ -52,7 +52,7 @@ class Location:
     """
 
     def __init__(self, patch: Patch):
-        """Find the attribute that a patch changes; the patch is not applied yet.
+        """Find the attribute of a framework that a patch changes; the patch is not applied yet.
 
         Raises:
             Misfit: the module has no such attribute.
@@ -94,7 +94,7 @@ class Location:
             raise Misfit(reason)
 
     def add(self, patch: Patch) -> None:
-        """Apply a patch to the attribute.
+        """Apply a patch (change of holmes) to the framework's attribute.
 
         If the patch raises an error, the attribute has not changed.
         """
@@ -103,7 +103,7 @@ class Location:
         self._set_everywhere(value)
 
     def remove(self, patch: Patch) -> None:
-        """Remove a patch from the attribute, and keep the other patches.
+        """Undo a patch (change of holmes) of the framework's attribute, and keep the other patches.
 
         After the last patch is removed, the attribute and its copies have their original value.
         """
@@ -135,6 +135,7 @@ class Location:
             decorator = type(value)
             function = value.__func__
         is_in_class = not isinstance(self.parent, ModuleType)
+
         # The first argument of a method is the instance; that of a class method is the class.
         has_self = is_in_class and decorator is not staticmethod
 
@@ -186,6 +187,7 @@ class Location:
         self.value = value  # the copies have it from now on
         if not callable(self.original):
             return  # copies of a constant cannot be found by identity: every None is the same object
+
         # The namespaces of the framework's modules; for a method, the dicts in its class.
         for namespace in self._dicts_with_copies():
             for key, stored in list(namespace.items()):  # a copied list: the loop changes the dict
@@ -212,7 +214,7 @@ class _Attribute(NamedTuple):
 
 
 def _locate(module: str, qualname: str) -> _Attribute:
-    """Find an attribute of an imported module.
+    """Find an attribute of an imported module by its dotted name.
 
     For "Engine.step" in "deepspeed.runtime.engine", the parent is the class Engine, and the name is "step".
 
@@ -292,6 +294,7 @@ def source_misfit(patch: Patch) -> str | None:
     source = get_source(patch.module)
     if source is None:
         return None
+
     # `node` is the module first, then the class, and at the end the function that the patch changes.
     node: Any = _parsed(source)
     for part in patch.qualname.split("."):  # "Engine" and "step" of "Engine.step"

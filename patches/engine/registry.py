@@ -290,7 +290,7 @@ class Registry:
             self._apply_patches_when_imported(state)
 
     def _has_feature_on(self, module: PatchModule) -> bool:
-        """Return whether at least one feature is on that has patches in a module of holmes."""
+        """Return whether a module of holmes has patches for at least one feature that is on."""
         return any(self.is_on(feature.name) for feature in module.features)
 
     def _enabled_features_of(self, modules: Iterable[PatchModule]) -> list[FeatureState]:
@@ -391,11 +391,11 @@ class Registry:
         return list(without_duplicates)
 
     def is_on(self, name: str) -> bool:
-        """Return whether a feature is on: its patches are applied, or wait for an import."""
+        """Return whether a feature is on: its patches (changes to a framework) are applied or wait."""
         return self._states[name].off_reason is None
 
     def statuses(self) -> list[PatchStatus]:
-        """Return the state of every patch, in the order of registration within each feature.
+        """Return the state of every patch (change to a framework), in the order of registration by feature.
 
         Most patches are defined in modules of holmes that are imported only when the program
         imports their framework. This method imports all these modules first, so that no patch is
@@ -633,7 +633,7 @@ class Registry:
         _log.log(level, "holmes: feature %s is off: %s", name, reason)
 
     def _remove(self, state: FeatureState) -> None:
-        """Remove all patches of a feature that are applied, the last one first."""
+        """Undo all applied patches (changes to a framework) of a feature, the last one first."""
         for patch in reversed(state.applied):
             location = self._locations[patch.target]
             location.remove(patch)

@@ -45,7 +45,7 @@ _NO_DEFAULT = object()  # differs from every argument
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of one function, without `self`, `*args` and `**kwargs`."""
+    """Parameters of a function by the ways to pass them, without `self`, `*args` and `**kwargs`."""
 
     #: Name -> position of each parameter that may be passed by position, in the order of the positions.
     positions: dict[str, int]
@@ -183,7 +183,7 @@ class Call:
         return self.target(*args, **kwargs)
 
     def values(self, names: Sequence[str], fallbacks: Mapping[str, Any]) -> list[Any]:
-        """Return the values of some parameters of the target, the framework's own function.
+        """Return the values that some parameters of the framework's function (the target) have in this call.
 
         A parameter's value is the program's argument, or the target's default if the program passed none.
 
@@ -216,7 +216,7 @@ class Call:
         return values
 
     def arguments(self) -> dict[str, Any]:
-        """Return the value of every parameter of the target (the framework's own function) by name.
+        """Return the value that every parameter of the framework's function (the target) has, by name.
 
         A parameter's value is the program's argument, or the target's default if the program passed none.
         """
@@ -353,6 +353,7 @@ def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
                 f"{wrapper.__qualname__}: name the arguments that it reads; call() passes the others"
             )
     names = tuple(parameter.name for parameter in target_parameters)
+
     # Name -> value that the wrapper gets if the installed target has no such parameter.
     fallbacks = {
         parameter.name: parameter.default
@@ -450,7 +451,7 @@ class Running:
 
     @contextmanager
     def listed_as_running(self, instance: Any) -> Iterator[None]:
-        """Keep an object in the list `self.instances` until the context ends.
+        """Keep an object in the list of running objects, `self.instances`, until the context ends.
 
         Wrappers of other functions read this list: the context stands for a running method of the object.
         """

@@ -88,6 +88,7 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
             f"{expert_sizes} does not divide the {counted(ranks_of_stage, 'rank')} of a stage"
         )
     expert_data = ranks_of_stage // (expert_tensor * sizes.expert)
+
     # megatron-core computes the ranks of each stage twice: from the sizes of the experts, and from
     # the other sizes. Both give the same ranks if a stage has consecutive ranks ("pp" is last in
     # the order), or if the data-parallel sizes are equal.
@@ -111,11 +112,13 @@ def _is_plannable(arguments: Mapping[str, Any]) -> bool:
     )
     if has_several_models:
         return False
+
     # megatron-core before 0.14: an encoder with pipeline stages of its own.
     if arguments.get("encoder_tensor_model_parallel_size"):
         return False
     if arguments.get("encoder_pipeline_model_parallel_size"):
         return False
+
     # A further axis, over which tensors are rematerialized (recomputed instead of kept); 1: not used.
     return (
         arguments.get("gtp_remat_size", 1) == 1 and arguments.get("expert_gtp_remat_size", 1) == 1
@@ -243,6 +246,7 @@ def layer_fields_of_end_stages(
             "own; install 0.13 or newer, or plan with equal stages between them and one chunk on each stage",
         )
     fields = {"num_layers_in_first_pipeline_stage": first}
+
     # megatron-core divides the other layers among the stages without a field, and there must be one. With
     # two stages that is the last stage: it gets the other layers without a field.
     if middle:
@@ -364,11 +368,13 @@ def _set_planned_layers(current: Session, config: Any) -> None:
     mtp_layers = getattr(config, "mtp_num_layers", None) or 0
     pipeline = config.pipeline_model_parallel_size
     virtual = config.virtual_pipeline_model_parallel_size or 1  # chunks of layers on each stage
+
     # None if the plan has no layers of stages, or if the program has split the layers already.
     layout = planned_layout(current, pipeline, virtual, config.num_layers, mtp_layers, own_split)
     stage_layers = current.plan.stage_layers
     if layout is not None:
         _set_split(current, config, layout)
+
     # In a job of Megatron-LM, megatron_lm.py has written the planned layout into the program's
     # arguments already. Megatron-LM has copied it into the config, so own_split has it.
     # layout_of() returns the planned layout as such a text, e.g. "Ettt|tL".

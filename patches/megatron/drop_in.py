@@ -107,9 +107,11 @@ def _enable_after_init(arguments: Mapping[str, Any], enable: Callable[..., None]
             f"ranks cannot change under them; {_ENABLE_EARLIER}"
         )
     sizes = sizes_of(arguments, dist.get_world_size())
+
     # No variable may refer to the old group: it would keep the group's listening sockets open, and ranks of
     # the new group would connect to them.
     init_arguments = _init_arguments(dist.group.WORLD)
+
     # until_gone() waits at the end of the block until rank 0 has closed the store (key-value server) of the
     # old group. Without that, other ranks could connect to the old store when the group is made anew.
     process = launcher.detect(os.environ)  # this process's rank and address of the store

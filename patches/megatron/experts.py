@@ -59,7 +59,7 @@ def _place_experts_of_layer(call: Call, instance: Any) -> Any:
 
 
 def place(layer: Any, order: tuple[int, ...], placement: ExpertOrder, path: str) -> None:
-    """Move the weights of a MoE layer's experts to the slots that `order` gives them.
+    """Move the weights of a MoE layer's experts to the ranks and positions that `order` gives them.
 
     A slot is the place of one expert on a rank. All ranks of the layer's expert-parallel group must call this
     function.
@@ -121,6 +121,7 @@ def _move_weights(slots: list[list[Any]], order: tuple[int, ...], group: Any) ->
     per_rank = len(slots)
     first_slot = dist.get_rank(group) * per_rank
     planned_experts = order[first_slot : first_slot + per_rank]  # of this rank
+
     # Copies of the weights, because the loop below overwrites the parameters.
     weights_before = []  # of each slot, in one flat tensor
     for slot in slots:

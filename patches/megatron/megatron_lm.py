@@ -59,6 +59,7 @@ def _set_layout(current: Session, args: Any) -> None:
     if is_hybrid_model or not args.num_layers:
         return
     pipeline = args.pipeline_model_parallel_size
+
     # Chunks of layers on each stage; more than 1 with the interleaved schedule.
     chunks = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
     if not chunks:  # not given: as many as the plan has

@@ -118,6 +118,7 @@ def _make_neighbour_groups(current: session.Session, pipeline_group: Any) -> _Ne
         return _NeighbourGroups(by_peer=mailbox_of(pipeline_group).by_peer)  # has groups already
     if len(ranks) > PAIR_SIZE:
         return _NeighbourGroups(by_peer=pair_groups(current, pipeline_group))
+
     # With two stages, the pipeline group has only this pair, so by_peer is not needed. But
     # megatron-core uses the pipeline group for messages of the first stage only. It sends unbatched
     # messages of the second stage in the group of all ranks, whose network can be slower. A second
@@ -204,6 +205,7 @@ def _start_each_in_pair_group(
     pipeline_group_suffices = not groups.by_peer and groups.second_group is None
     if pipeline_group_suffices:  # it uses the fastest network
         return call(tensor_send_prev=tensor_send_prev, tensor_send_next=tensor_send_next)
+
     # This raises if a later megatron-core passes arguments that this wrapper does not have.
     call.refuse_unread_arguments()
     import torch.distributed as dist
@@ -249,7 +251,7 @@ def _view_to_send(tensor: Any) -> Any:
 def _group_of_message(
     groups: _NeighbourGroups, pipeline_group: Any, peer: int, is_send: bool
 ) -> Any:
-    """Return the process group for one unbatched message between this rank and a neighbouring stage's rank.
+    """Choose the process group for one unbatched message between this rank and a neighbouring stage.
 
     With two stages, each direction has a group, so that the two directions do not wait for each other. The
     first stage sends in the pipeline group, and the second stage in a second group of the same two ranks.

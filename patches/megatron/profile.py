@@ -208,6 +208,7 @@ def _publish(
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
     element_bytes = (config.pipeline_dtype or torch.float32).itemsize  # of an activation
     rank_tokens = tokens // parallel_state.get_context_parallel_world_size()
+
     # With sequence parallelism, a tensor-parallel rank has only its part of an activation.
     activation_parts = tensor_parallel_size if config.sequence_parallel else 1
     ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())

@@ -96,6 +96,7 @@ def wires_of(config: Any) -> dict[int, Wire]:
     network_api = network_api_of(backend_of(pipeline_group))
     if not network_api:  # a backend that chooses its networks itself, such as MPI
         return {}
+
     # Entry i is the link from stage i to the next stage. The last stage is linked to the first, as the
     # interleaved schedule needs it.
     stage_links = current.plan_for(sizes).traffic_of(network_api).stage_links
@@ -127,7 +128,7 @@ def wires_of(config: Any) -> dict[int, Wire]:
 
 @by_name
 def _exchange(call: Call, instance: Any, group: Any) -> Any:
-    """Encode the tensors that the schedule sends to other clusters, and decode those that it receives.
+    """Encode the tensors that a pipeline stage sends to other clusters, and decode those it receives.
 
     An encoded tensor is this rank's slice of an activation, or compressed, or both. This wrapper runs in
     place of the two functions by which megatron-core starts transfers; call() runs the original with encoded

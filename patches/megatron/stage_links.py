@@ -160,6 +160,7 @@ class _Step:
         self.mailbox.recv(tensor, peer)
         micro_batch = self.received_count[kind] // self.messages_per_pass
         self.received_count[kind] += 1
+
         # The received message proves that the neighbour has received some earlier messages of this rank.
         # release_sent() lets the mailbox free the tensors of these messages.
         if kind == "B":
@@ -299,6 +300,7 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
     mailbox = mailbox_of(pipeline_group)
     wires = wires_of(config)
     device = next(chunk.parameters()).device
+
     # Mailbox.send and recv call wire_to() for the Wire that encodes or decodes. PLAIN changes nothing.
     mailbox.wire_to = lambda peer: wires.get(peer, PLAIN)
     # From begin() to end(), the mailbox transfers the messages of the step. _run_step_by_mailbox
@@ -398,6 +400,7 @@ def _communicate(
     step = _step  # set by _run_step_by_mailbox() while a training step runs
     if step is None:
         return call()
+
     # This raises if a later megatron-core passes arguments that this wrapper does not have.
     call.refuse_unread_arguments()
     if tensor_send_next is not None:

@@ -152,9 +152,11 @@ def _run_step_with_extensions(
     if not network_api or not stage_links_is_on:
         return call()
     chunk = model[0] if isinstance(model, list) else model
+
     # A feature of the job that keeps the mailbox from transferring the messages, or None.
     if unsupported_feature(get_model_config(chunk), call.arguments()):
         return call()
+
     # Calls the extensions. One that starts to measure in this step reads the stage of this rank by
     # describe(). Later it may put a new plan into `current`, on all ranks in the same step.
     hooks.on_step(

@@ -67,7 +67,7 @@ class BucketReducer:
     """
 
     def __init__(self, ddp: Any, reduction: Any, planned: Any = None):
-        """Prepare the comm hook of a DistributedDataParallel.
+        """Prepare the state of the comm hook that averages the gradient buckets of a DDP module.
 
         Args:
             ddp: The DistributedDataParallel.
@@ -83,10 +83,12 @@ class BucketReducer:
         # ddp.py sets these attributes when the program registers a comm hook or uses join().
         # Comm hook of the program that reduces instead of this object.
         self.program_hook: ProgramHook | None = None
+
         # Whether the program has registered a comm hook: DDP allows one.
         self.has_registered_hook = False
         # The dtype of buckets as they are sent; None: the gradients' dtype.
         self.wire_dtype: Any = None
+
         # Under join(), torch's Work that counts the ranks that still have inputs.
         self.ranks_with_inputs: Any = None
 
@@ -114,6 +116,7 @@ class BucketReducer:
         assert ddp is not None, "DistributedDataParallel called its comm hook after it was deleted"
         flat = bucket.buffer()
         index = bucket.index()
+
         # The group differs after DDP's _update_process_group(); the plan's choice is for the first group.
         if flat.is_sparse or ddp.process_group is not self._group:
             return allreduce_hook(ddp.process_group, bucket)
@@ -190,7 +193,7 @@ class BucketReducer:
         return future
 
     def _tensor_to_send(self, index: int, flat: Any) -> Any:
-        """Return the tensor to sum: the bucket's own, or a copy of it in the wire dtype.
+        """Return the tensor that is summed for a bucket: its own tensor, or a copy of it in the wire dtype.
 
         The wire dtype is e.g. float16 if the program compresses gradients by torch's fp16_compress_hook, else
         None. The copy of a bucket is the same tensor object in every step. If self.reduction further

@@ -95,6 +95,7 @@ def defer_waits_for_reductions(module: Any) -> BucketReducer | None:
         return None  # DDP or the program's hook reduces
     if module.find_unused_parameters or module.static_graph:
         return None  # DDP must write gradients itself
+
     # With a list, the reducer only starts the sum of a bucket, and appends the bucket to the list.
     reducer.unfinished_buckets = []
     return reducer
@@ -138,6 +139,7 @@ def _construct(current: Session, call: Call, instance: Any) -> None:
     arguments = call.given()  # of DDP's constructor, by name
     planned = _planned_reduction(arguments)
     obstacle = _obstacle_to_hook(arguments)  # an option that excludes a comm hook; else ""
+
     # planned.hierarchical sums by hierarchical all-reduce. It is None if the plan chooses another reduction.
     is_hierarchical = planned is not None and planned.hierarchical is not None
     needs_hook = is_hierarchical and not obstacle
@@ -264,12 +266,14 @@ def _obstacle_to_hook(arguments: dict[str, Any]) -> str:
     for name in ("mixed_precision", "delay_all_reduce_named_params"):
         if arguments.get(name):
             return name  # DistributedDataParallel registers a hook of its own for this option
+
     # With a python_reducer, compiled autograd reduces gradients without buckets.
     optimize_ddp = str(torch._dynamo.config.optimize_ddp)
     if optimize_ddp.startswith("python_reducer"):
         return "torch._dynamo.config.optimize_ddp = 'python_reducer'"
     trained = _trained_parameters(arguments)
     device = trained[0].device.type if trained else "cpu"
+
     # On a GPU, the hook must not block the host: a CUDA stream waits for the sum (BucketReducer). NCCL's
     # Work.wait() lets a stream wait, but gloo's blocks the host. A process group may use one backend for
     # the CPU and another for GPUs.
@@ -302,6 +306,7 @@ def _register_program_hook(call: Call, instance: Any, state: Any, hook: Any) -> 
     instance.logger._set_comm_hook_name(hook.__qualname__)
     reducer.has_registered_hook = True  # so torch refuses the program's next hook (see above)
     effect = _effect_of(hook)
+
     # The state of torch's averaging hooks is their process group; None stands for the default group.
     hook_group = state or dist.group.WORLD
     # Over another group than the DDP's, the hook's average has another result than holmes's.
@@ -317,6 +322,7 @@ def _register_program_hook(call: Call, instance: Any, state: Any, hook: Any) -> 
         "hierarchical all-reduce",
         once=True,
     )
+
     # The constructor has noted for the job's report that DDP reduces hierarchically. Correct the note.
     ranks = group_ranks(instance.process_group)
     noted = current.reductions.get(tuple(ranks))

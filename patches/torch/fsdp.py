@@ -99,6 +99,7 @@ def _construct_fsdp1(
         ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy._HYBRID_SHARD_ZERO2,
     }
     program_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD  # FSDP1's default
+
     # None if the program's strategy is hybrid already, or does not shard.
     hybrid_strategy = hybrid_strategies.get(program_strategy)
     has_hybrid_groups = isinstance(process_group, tuple)
@@ -115,6 +116,7 @@ def _construct_fsdp1(
         return call(sharding_strategy=hybrid_strategy, device_mesh=hybrid_mesh)
     replicate_group = hybrid_mesh.get_group(0)  # ranks of different clusters
     shard_group = hybrid_mesh.get_group(1)  # ranks of the same cluster
+
     # FSDP1 expects the two groups in this order.
     return call(sharding_strategy=hybrid_strategy, process_group=(shard_group, replicate_group))
 
@@ -298,14 +300,17 @@ def _print_cost_of_fsdp1(current: Session, call: Call, instance: Any, state: Any
     has_become_root = is_first_call and state._is_root
     if not has_become_root or current.rank != 0:
         return result
+
     # FSDP1 has this process group only under a hybrid strategy: it connects the replicas of a
     # shard.
     is_hybrid = getattr(state, "_inter_node_pg", None) is not None
+
     # _hybrid_meshes holds the meshes that holmes has made for --holmes-fsdp hybrid. It is empty
     # without that option.
     is_hybrid_by_holmes = is_hybrid and bool(_hybrid_meshes)
     if is_hybrid and not is_hybrid_by_holmes:  # the program chose the strategy
         return result
+
     # A unit is a module in FSDP1. It has no handle if it has no parameters.
     flat_parameters = [unit._handle.flat_param for unit in state._all_fsdp_states if unit._handle]
     if not flat_parameters:
@@ -318,6 +323,7 @@ def _print_cost_of_fsdp1(current: Session, call: Call, instance: Any, state: Any
     sent_dtype = state.mixed_precision.param_dtype
     if sent_dtype:  # weights are gathered in this dtype
         sent_bytes = stored_bytes * (sent_dtype.itemsize / flat_parameters[0].dtype.itemsize)
+
     # Gradients are counted in the dtype of the gathered weights, FSDP1's default. The prediction
     # does not read MixedPrecision.reduce_dtype, by which a program can choose another dtype.
     sent = ShardedWeights(
@@ -352,9 +358,11 @@ def _print_cost(current: Session, group: Any, sent: ShardedWeights, stored_bytes
     has_all_ranks = len(ranks) == plan.world_size
     are_clusters_equal = len(set(cluster_sizes)) == 1
     is_hybrid_possible = has_all_ranks and are_clusters_equal
+
     # network_api_of() returns None for a backend that chooses its networks itself, such as MPI. The
     # prediction then assumes sockets.
     network_api = network_api_of(backend_of()) or SOCKETS
+
     # Seconds of a step. "Flat": shards over all ranks. "Hybrid": shards inside each cluster; where this is
     # not possible, hybrid_s is not printed.
     flat_s = sharded_seconds(plan, ranks, sent, network_api, hybrid=False)
@@ -400,9 +408,11 @@ def _print_cost_of_program_mesh(current: Session, mesh: Any, sent: ShardedWeight
     spanning_row = spanning_rows(plan, rows)  # e.g. "ranks 0 to 3 lie in clusters a, b"
     if not spanning_row:
         return
+
     # network_api_of() returns None for a backend that chooses its networks itself, such as MPI. The
     # prediction then assumes sockets.
     network_api = network_api_of(backend_of()) or SOCKETS
+
     # sharded_seconds() predicts the communication of a step for the ranks of one row, in seconds.
     slowest_s = max(sharded_seconds(plan, row, sent, network_api) for row in rows)
     dimension = mesh.mesh_dim_names[1] if mesh.mesh_dim_names else "1"  # the sharding dimension
@@ -412,6 +422,7 @@ def _print_cost_of_program_mesh(current: Session, mesh: Any, sent: ShardedWeight
     # size is the greatest common divisor; the others are divisors of it.
     cluster_sizes = [len(members) for members in clusters.values()]
     largest_fitting_size = gcd(*cluster_sizes)
+
     # `advice` follows the words "dimension ... crosses clusters": "size 4 would not" cross them.
     if largest_fitting_size > 1:
         advice = f"size {largest_fitting_size}, or a divisor of it, would not"

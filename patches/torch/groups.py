@@ -113,6 +113,7 @@ def _give_group_its_nic(
     else:
         options_name = "pg_options"
         options = pg_options
+
     # "nccl2" of "cpu:gloo,cuda:nccl2"; "" if the group does not use NCCL
     nccl_backend = nccl_backend_in(str(backend))
     # Whether NCCL makes the communicator at the group's first operation (torch's option lazy_init).
@@ -140,6 +141,7 @@ def _give_group_its_nic(
     with gloo_interface(current.transport(ranks, "gloo")):  # sets GLOO_SOCKET_IFNAME
         new_group = call(**arguments)
     name_in_report = str(group_desc or group_name)
+
     # Of several backends, the report names that of the GPU if there is one, else that of the CPU.
     main_backend = backend_named(str(backend))
     record_group(current, name_in_report, ranks, main_backend, options)
@@ -275,6 +277,7 @@ def agree_on_patches(store: Any, current: Session, waits: bool = True) -> None:
         "plan's digest": current.plan.digest,
         **registry().states(),  # feature -> "off" or "on VERSION"
     }
+
     # compare_set(key, "", value) sets the key if it does not exist, and returns the key's value.
     first = json.loads(store.compare_set(f"{prefix}/first", "", json.dumps(mine)))
     difference = _difference(mine, first)

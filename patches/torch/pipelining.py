@@ -59,11 +59,13 @@ def _prepare_pipeline(current: Session, schedule: Any, stages: list[Any]) -> Non
     group = stages[0].group or dist.group.WORLD
     if group in _pair_groups:
         return  # an earlier step has made the groups
+
     # Numbers of stages, pipelines and so on, derived from the distance between the pipeline's
     # ranks. None if holmes knows no such order of ranks: then nothing is checked.
     sizes = sizes_of(current, group_ranks(group))
     if sizes is not None:
         check_grid(current, sizes)  # compares the sizes and the order of ranks with the plan's
+
     # The dict maps a neighbour's rank to the group for its messages. The messages of missing
     # neighbours stay in the group that torch uses for them. So {} changes nothing.
     if getattr(stages[0], "p2p_per_edge", False):
@@ -176,7 +178,7 @@ class _WorkList(list[Any]):
     """
 
     def wait(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all operations in the list."""
+        """Wait for all send and receive operations in the list."""
         for work in self:
             work.wait(*args, **kwargs)
 
@@ -196,6 +198,7 @@ def _send_over_pair_groups(call: Call, instance: Any, p2p_ops: list[Any]) -> Any
     if not p2p_ops:
         return call()
     pipeline_group = p2p_ops[0].group
+
     # Rank of a neighbouring stage -> process group of that rank and this one.
     group_of_peer = _pair_groups.get(pipeline_group)
     if not group_of_peer:

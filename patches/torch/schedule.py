@@ -107,10 +107,12 @@ def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
     _load_passes(runtime, order)
     actions_of_rank = runtime.pipeline_order_with_comms  # rank -> its passes, sends and receives
     torch_actions = actions_of_rank[runtime.rank]
+
     # The passes in the plan's order, with each receive moved to the position that the plan gives it
     # among the sends. Two neighbours then start their common sends and receives in the same order.
     # Otherwise NCCL would hang.
     actions_of_rank[runtime.rank] = _with_receives_moved(torch_actions, order, stage.stage_index)
+
     # From now on, _run_backward() postpones the weight gradients of this stage.
     _weight_gradients[stage] = WeightGradients()
     # At the end of a step, gradients must be divided by the number of micro-batches. torch 2.10 and
@@ -141,18 +143,20 @@ def _planned_passes(current: Session, stage: Any) -> PassOrder | None:
     sizes = sizes_of(current, group_ranks(group))
     if sizes is None or not network_api:
         return None  # the plan cannot be applied to this pipeline or to its backend
+
     # The plan has decisions about passes and messages ("traffic") for gloo, and others for NCCL, because it
     # can use faster networks.
     decisions = current.plan_for(sizes).traffic_of(network_api)
     passes_of_stages = decisions.schedule  # one text for each stage, such as "F0 F1 B0 B1"
     if not passes_of_stages:
         return None
+
     # Parses the texts. For NCCL it also checks that they say when receives are posted.
     return listed_passes(passes_of_stages, network_api)
 
 
 def _empty_runtime(schedule: Any) -> Any:
-    """Return torch's executor for lists of passes, with a schedule's settings but no passes yet."""
+    """Create torch's executor for lists of passes, with a schedule's settings but no passes yet."""
     from torch.distributed.pipelining import schedules
 
     return schedules._PipelineScheduleRuntime(

@@ -147,10 +147,12 @@ def _reconfigure_and_record_group(
     original = _Membership(uuid=_NO_UUID, planned_ranks=original_ranks)
     former = _memberships.get(changed_group, original)  # members until now
     new_ranks = _new_planned_ranks(handles, former, original_ranks)
+
     # The group keeps its network: a gloo communicator is again made on the interface that the plan assigns to
     # the original members (GLOO_SOCKET_IFNAME). Other backends do not read this variable.
     with gloo_interface(current.transport(original_ranks, "gloo")):
         work = call()
+
     # The program may have aborted the former communicator. Failures of the new one must be reported.
     nccl_errors.unmark_aborted_by_program(changed_group)
     if new_ranks is None:  # this process has just started, and cannot know the other members

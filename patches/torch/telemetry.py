@@ -131,6 +131,7 @@ def _recording(original: Any, operation: Operation) -> Any:
         recorder = telemetry.recorder
         if recorder is None:  # telemetry is off
             return original(self, *args, **kwargs)
+
         # operation.payload_position and peer_position select the `args` that are recorded.
         has_arguments = len(args) > last_position
         if not has_arguments:  # they were passed by keyword: the operation is not recorded
@@ -142,6 +143,7 @@ def _recording(original: Any, operation: Operation) -> Any:
         peer_rank = None
         if operation.peer_position is not None:
             peer_rank = args[operation.peer_position]
+
         # launch() makes the record before the operation starts, and launched() completes it afterwards.
         record = recorder.launch(self, operation.name, payload_bytes, peer_rank)
         if record is None:  # a CUDA graph is being captured
@@ -151,6 +153,7 @@ def _recording(original: Any, operation: Operation) -> Any:
         except BaseException:
             recorder.failed(record)  # the operation did not start
             raise
+
         # From now on, Work.wait of `work` finds the record.
         recorder.launched(record, work, self, _is_synchronous(args, kwargs))
         return work
@@ -209,7 +212,7 @@ def _end_coalescing(call: Call, instance: Any) -> Any:
 
 
 def _patch_of(method: str, operation: Operation, only: str = "") -> Patch:
-    """Return the patch that makes a method of ProcessGroup record its operation.
+    """Create the patch that makes a method of ProcessGroup record the operation that it starts.
 
     Args:
         method: Name of the method.

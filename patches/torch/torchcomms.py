@@ -42,6 +42,7 @@ def _refuse_torchcomms(current: Session, call: Call, instance: Any) -> bool:
         switch = f"{_ENABLING_VARIABLE}={os.environ[_ENABLING_VARIABLE]}"
     else:
         switch = "torch.distributed.config.use_torchcomms"
+
     # Every rank raises this error. told_once() lets one of them print the message.
     raise told_once(
         HolmesError(

@@ -188,6 +188,7 @@ def _check_plan(
             mend="give --cluster FILE",
         )
         return
+
     # The command may start fewer nodes than cluster.toml has. The sizes must fit the started ones.
     started_spec = started_part(spec, launches)
     site = site_from_spec(started_spec)
@@ -195,6 +196,7 @@ def _check_plan(
         plan = check_plan(load_plan(options.plan), site)
     else:
         plan = build_plan(site, sizes)
+
     # With a plan or --holmes-partition, holmes assigns the layers to stages, not the framework.
     is_partitioned_by_holmes = bool(options.plan) or options.partition != "uniform"
     yield from _check_layout([script, *rest], plan, is_partitioned_by_holmes)

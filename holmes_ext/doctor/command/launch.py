@@ -90,14 +90,14 @@ def read_launches(words: Sequence[str], environ: Mapping[str, str]) -> list[Laun
 
 @dataclass(frozen=True)
 class _Number:
-    """Number that an option gives, and the option as the user wrote it."""
+    """Number that an option of a launcher gives, with the option as the user wrote it."""
 
     value: int = 0  # 0 if no option gives a number
     flag: str = ""
 
 
 def _number(options: Options, *names: str) -> _Number:
-    """Return the number that an option with several possible names gives.
+    """Read the number that an option of a launcher gives; the option may have several names.
 
     The first name whose last value is a number counts.
 
@@ -254,7 +254,7 @@ def _read_mpirun(options: Options, environ: Mapping[str, str]) -> LaunchedNodes:
 
 
 def _rankfiles(options: Options) -> list[str]:
-    """Return the rankfiles among mpirun's options: -rf FILE, or --map-by rankfile:file=FILE."""
+    """Return the rankfiles that mpirun's options name: -rf FILE, or --map-by rankfile:file=FILE."""
     paths = [value for name in ("rankfile", "rf") for value in options.get(name, [])]
     for value in options.get("map-by", []):
         if value.startswith("rankfile:"):
@@ -263,7 +263,7 @@ def _rankfiles(options: Options) -> list[str]:
 
 
 def _add_slots(slots: dict[str, int], hosts: str) -> None:
-    """Add the hosts of mpirun's -H to a table of slots: "a:8,b:8", or "a,a,b" with one slot each time."""
+    """Parse mpirun's -H ("a:8,b:8", or "a,a,b" with one slot each time) into a table of slots."""
     for item in hosts.split(","):
         host, _, count = item.strip().partition(":")
         if host:
@@ -489,7 +489,7 @@ def _stated_inside(options: Mapping[str, WrittenOption], outer: StatedNodes) -> 
 
 
 def _stated_hosts(text: str) -> tuple[str, ...]:
-    """Return the hosts of a list such as a[1-2] or a1:8,a2:8; () if the text is no list of hosts."""
+    """Parse a list of hosts such as a[1-2] or a1:8,a2:8; () if the text is no such list."""
     try:
         items = expand(text, "hosts") if text else []
     except HolmesError:

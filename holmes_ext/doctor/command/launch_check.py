@@ -97,7 +97,7 @@ def check_launchers(launches: Sequence[LaunchedNodes]) -> Iterator[Finding]:
 def with_own_name(
     launches: Sequence[LaunchedNodes], node: NodeReport | None
 ) -> list[LaunchedNodes]:
-    """Return nodes and processes of launchers, with the name of a node in place of its IP address.
+    """Replace the IP address of a node by the node's name, in the hosts that launchers start.
 
     Args:
         launches: Nodes and processes that the launchers of a command start.
@@ -106,16 +106,14 @@ def with_own_name(
     if node is None:
         return list(launches)
     addresses = _addresses_of(node)
-    return [
-        replace(
-            launch,
-            hosts={
-                node.name if host in addresses else host: count
-                for host, count in launch.hosts.items()
-            },
-        )
-        for launch in launches
-    ]
+    result = []
+    for launch in launches:
+        hosts = {}  # host -> its number of processes
+        for host, count in launch.hosts.items():
+            name = node.name if host in addresses else host
+            hosts[name] = count
+        result.append(replace(launch, hosts=hosts))
+    return result
 
 
 def _addresses_of(node: NodeReport) -> set[str]:
@@ -153,9 +151,11 @@ def check_gpus(launches: Sequence[LaunchedNodes], gpus: int) -> Iterator[Finding
         launches: Nodes and processes that the launchers of the command start, the outermost first.
         gpus: GPUs of the job on each node, 0 if they are not known.
     """
+    # Processes that each launcher starts on a node; 0 if it is not known.
     counts = [launch.processes or max(launch.hosts.values(), default=0) for launch in launches]
     if not gpus or not launches or not counts[-1]:
         return
+    # Each process of a launcher starts the next launcher (mpirun: torchrun), so the numbers multiply.
     processes = prod(count or 1 for count in counts)
     if processes > gpus:
         flags = [launch.process_flag or launch.host_flag for launch in launches]
@@ -318,6 +318,7 @@ def _check_processes(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Itera
     part = started_part(spec, launches)
     numbers = [launch.processes for launch in launches]
     flags = [launch.process_flag for launch in launches if launch.processes]
+
     # Processes on a node: the product of the numbers of all launchers. The innermost launcher must have a
     # number. An outer launcher without a number starts the inner one once on each node.
     if not launches or any(launch.hosts and launch.launcher != "srun" for launch in launches):
@@ -340,6 +341,7 @@ def _check_processes(launches: Sequence[LaunchedNodes], spec: SiteSpec) -> Itera
                 mend="make them agree (key 'processes')",
             )
         return
+
     # No launcher has a number for each node. mpirun, for example, has only the number of all processes.
     total = launches[-1].world_size
     sizes = {cluster.processes for cluster in part.clusters}

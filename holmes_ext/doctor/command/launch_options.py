@@ -80,7 +80,7 @@ _LAUNCHER_OF_WORD = {
 
 
 class WrittenOption(NamedTuple):
-    """An option with its value, as a command has it."""
+    """Option of a launcher with its value, as the user wrote it in the command."""
 
     name: str = ""  # without dashes, with "-" for "_"
     value: str = ""
@@ -138,7 +138,7 @@ def written_options(words: Sequence[str]) -> list[WrittenOption]:
 
 
 def by_name(written: Iterable[WrittenOption]) -> dict[str, list[str]]:
-    """Return the values of options: name -> values, in their order."""
+    """Group the values of a launcher's options by name, in their order."""
     values: dict[str, list[str]] = {}
     for option in written:
         values.setdefault(option.name, []).append(option.value)
@@ -146,7 +146,7 @@ def by_name(written: Iterable[WrittenOption]) -> dict[str, list[str]]:
 
 
 def number_in(text: str) -> int:
-    """Return the number in an option's value, 0 if it is none.
+    """Parse the number in an option's value; 0 if it is none.
 
     A range is a number only if both ends are equal: 4:4 and 4-4 give 4, and 2:4 gives 0.
     """

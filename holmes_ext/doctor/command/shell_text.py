@@ -178,7 +178,7 @@ def _change_of_depth(words: list[str]) -> int:
 
 
 def _value_of_arithmetic(text: str, variables: Mapping[str, str]) -> str:
-    """Return the value of the text between $(( and )).
+    """Evaluate the text between $(( and )) of a shell script.
 
     "" if it contains anything but whole numbers, variables with such values, parentheses, and the
     operators + - * / %.
@@ -196,7 +196,7 @@ def _value_of_arithmetic(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _number_of_node(node: ast.expr) -> int:
-    """Return the number that an expression gives.
+    """Evaluate an arithmetic expression of whole numbers, given as a syntax tree.
 
     Raises:
         ValueError: The expression contains anything but whole numbers and _OPERATORS, or an operand is
@@ -231,7 +231,7 @@ class _Reader:
     words: list[str] = field(default_factory=list)
 
     def commands(self) -> Iterator[list[str]]:
-        """Yield the words of each simple command.
+        """Yield the words of each simple command in the shell text.
 
         A list is empty where the text has no command, such as between the two characters of "&&".
         """
@@ -250,7 +250,7 @@ class _Reader:
         yield self._pop_words()
 
     def assign(self, match: re.Match[str], may_not_run: bool) -> None:
-        """Carry out an assignment, A=B or A+=B.
+        """Carry out an assignment to a shell variable, A=B or A+=B.
 
         Args:
             match: Match of _ASSIGNMENT.
@@ -330,7 +330,7 @@ class _Reader:
         self.has_word = False
 
     def _pop_words(self) -> list[str]:
-        """Return the words of the current simple command or array, and begin a new list of words."""
+        """Return the words of the simple command (or array) that was read, and begin a new list of words."""
         words = self.words
         self.words = []
         return words

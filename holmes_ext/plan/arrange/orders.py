@@ -71,9 +71,11 @@ class Orders:
         self.node_types = range(len(network.node_types))
         self.nodes = [len(names) for names in network.names]  # by node type
         fabrics_of = [fabrics for _, fabrics in network.node_types]
+
         # Fabric -> number of node types on it. _fabric_signature uses it: a fabric of several node
         # types equals no other fabric.
         self._types_on = Counter(name for fabrics in fabrics_of for name in fabrics)
+
         # By node type: a value that is equal for node types with equal fabrics, numbers of nodes,
         # ranks of a node and GPUs.
         self._signatures = [
@@ -96,7 +98,7 @@ class Orders:
         return (fabric.kind, fabric.rate_bps, fabric.latency_s)
 
     def _first_equal(self, node_type: int) -> int:
-        """Return the first node type that a node type is interchangeable with, maybe itself."""
+        """Return the first node type that is interchangeable with `node_type`, maybe itself."""
         for first in self.node_types:
             if self._signatures[first] == self._signatures[node_type] and self._have_equal_links(
                 node_type, first
@@ -188,7 +190,7 @@ class Orders:
         return [self._placement(sizes, node_runs)]
 
     def _placement(self, sizes: Sizes, node_runs: Content) -> Placement:
-        """Return the placement on these nodes, given as (node type, number of nodes) in rank order."""
+        """Return the placement on nodes that are given as (node type, number of nodes) in rank order."""
         return Placement(sizes, self.network.processes, node_runs, widths=self.network.widths)
 
     def _chained(self, group_size: int) -> Iterator[Groups]:
@@ -259,7 +261,7 @@ class Orders:
                         yield (first_class,) * amount + choice
 
         def extend(groups: Groups) -> Iterator[Groups]:
-            """Yield the complete sequences of groups that begin with `groups`.
+            """Yield the complete sequences of groups of node types that begin with `groups`.
 
             A sequence is complete if each node type of the site is in exactly one of its groups. Of
             sequences that differ only in interchangeable types, the first is yielded.
@@ -441,7 +443,7 @@ class Blocks:
         return Placement.of_parts(sizes, network.processes, classes_of_parts, network.widths)
 
     def _node_classes(self, block_classes: Iterable[int]) -> list[int]:
-        """Return the class of each node of some blocks, given the class of each block.
+        """Expand the class of each block into the class of each node of these blocks.
 
         If a block of class 0 has two nodes, and a block of class 1 a single node: 0 1 -> 0 0 1.
         """

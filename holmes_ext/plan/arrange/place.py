@@ -217,16 +217,14 @@ def fastest_first(network: Network) -> tuple[str, ...]:
     if not network.wan:
         return tuple(name for node_class in ordered for name in nodes_of[node_class])
     clusters = list(dict.fromkeys(map(network.cluster, ordered)))  # fastest first
-    return tuple(  # the better links decide; _chain uses the order only to choose a direction
-        node.name
-        for cluster in _chain(network, clusters)
-        for node in network.site.nodes
-        if node.cluster == cluster
-    )
+    # The better links decide; _chain uses the order only to choose a direction.
+    chain = _chain(network, clusters)
+    nodes = sorted(network.site.nodes, key=lambda node: chain.index(node.cluster))
+    return tuple(node.name for node in nodes)
 
 
 def _chain(network: Network, clusters: Sequence[str]) -> list[str]:
-    """Return the clusters in a chain with good links between neighbours.
+    """Order clusters such that neighbours have good links.
 
     Of the two directions, it takes that whose first cluster comes earlier in `clusters`.
     """
@@ -237,7 +235,7 @@ def _chain(network: Network, clusters: Sequence[str]) -> list[str]:
 
 
 class _Score(NamedTuple):
-    """Quality of an order; smaller is better."""
+    """Quality of an order of the nodes, to compare orders; a smaller score is better."""
 
     spans: bool  # whether a group uses Ethernet because its nodes are on different networks
     step_s: float  # predicted step
@@ -270,7 +268,7 @@ class _Search:
         self.score = self._score_of(self.best)
 
     def components_of(self, order: Sequence[int]) -> tuple[Component, ...]:
-        """Return the node classes of each component, given the class of each node in order."""
+        """Divide an order of the nodes into components; return the node classes of each."""
         return tuple(tuple(order[index] for index in nodes) for nodes in self.nodes_of_components)
 
     def placement(self, components: Sequence[Component]) -> Placement:
@@ -330,7 +328,7 @@ class _Search:
         return self.accept_if_better(components, SWAP_GAIN)
 
     def run(self, budget: int | None) -> None:
-        """Search for the best order of the nodes.
+        """Search for the best order of the nodes, and keep it in `self.best`.
 
         Args:
             budget: Number of orders to try; None: as many as take about half a second.
@@ -343,6 +341,7 @@ class _Search:
         known_orders = budget or max(50, STAGE_BUDGET // self.sizes.pipeline)
         component_nodes = len(self.nodes_of_components[0])
         usable_fabrics = {each: self.network.usable_fabrics(each) for each in self.counts}
+
         # Classes of each component's nodes, such that the nodes of a component share a fabric. No
         # group then needs Ethernet because of nodes on different networks. None: not found.
         unspanned = pack(self.counts, usable_fabrics, component_nodes)
@@ -430,7 +429,7 @@ class _Search:
             return
 
         def with_equal_together(distinct: Sequence[Component]) -> tuple[Component, ...]:
-            """Return all components, equal ones next to each other."""
+            """Return all components in an order in which equal components stand next to each other."""
             return tuple(part for part in distinct for _ in range(counts[part]))
 
         distinct = list(counts)
@@ -457,7 +456,7 @@ class _Search:
         swap_pairs(self.best, self.accept_worthwhile_swap, limit // 4)  # single components
 
     def _reduction_s(self, part: Component) -> float:
-        """Return the seconds of reducing a block's gradients on the slowest stage of the nodes `part`."""
+        """Return the seconds in which the slowest stage on the nodes `part` reduces a block's gradients."""
         size = self.prices.job.block_bytes
         reductions = self.prices.reductions(self.placement([part]))  # of each stage
         return max(reduction.seconds(size) for reduction in reductions)
@@ -476,6 +475,7 @@ class _Search:
             # Price (linear in bytes) of a message between the slowest pair of ranks.
             link = self.prices.stage_link(placement, last_of_first, last_of_first + 1)
             link_s[first, second] = link.seconds(size)
+
         # best_order minimizes the largest first number of all pairs, then the sums of the numbers.
         by_slowest = best_order(distinct, lambda pair: (link_s[pair], link_s[pair]))
         by_sum = best_order(distinct, lambda pair: (0.0, link_s[pair]))
@@ -487,7 +487,7 @@ class _Search:
 def _divisions_with_leftovers(counts: Mapping[int, int], size: int) -> Iterator[list[Component]]:
     """Yield divisions of nodes into components (nodes with the same stages), with few mixed components.
 
-    Leftovers of the classes are put in a line, class after class in every order, and cut into components.
+    Nodes that fill no component of their class alone are lined up, in every order of classes, and cut.
 
     Args:
         counts: Class of node (nodes on the same fabrics) -> number of nodes.
@@ -496,5 +496,5 @@ def _divisions_with_leftovers(counts: Mapping[int, int], size: int) -> Iterator[
     pure = [(node_class,) * size for node_class, n in counts.items() for _ in range(n // size)]
     leftover = {node_class: n % size for node_class, n in counts.items() if n % size}
     for classes in permutations(leftover):
-        mixed = [node_class for node_class in classes for _ in range(leftover[node_class])]
-        yield pure + [tuple(mixed[start : start + size]) for start in range(0, len(mixed), size)]
+        line = [node_class for node_class in classes for _ in range(leftover[node_class])]
+        yield pure + [tuple(line[start : start + size]) for start in range(0, len(line), size)]

@@ -214,5 +214,5 @@ def _exchanged(stages: Stages, rng: random.Random) -> Stages:
 
 
 def _with_unit(stage: tuple[int, ...], index: int, cluster: int) -> tuple[int, ...]:
-    """Return a stage in which unit `index` is replaced by a unit of another cluster."""
+    """Return a copy of a stage in which unit `index` is replaced by a unit of another cluster."""
     return tuple(sorted((*stage[:index], *stage[index + 1 :], cluster)))

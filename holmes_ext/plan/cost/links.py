@@ -86,26 +86,29 @@ class Curve:
         return low_s + (high_s - low_s) * (size - low) / (high - low)
 
     def fixed_s(self, size: float) -> float:
-        """Return the seconds of a message that are not the time of its bits at rate_bps."""
+        """Return the part of a message's time that does not shrink at a higher rate, in seconds.
+
+        It is the time of the message without that of its bits at rate_bps.
+        """
         return max(0.0, self.seconds(size) - 8 * size / self.rate_bps)
 
     @property
     def least_s(self) -> float:
-        """Return the least fixed_s() of all measured sizes, for lower bounds.
+        """Return the least fixed part of a message's time over all measured sizes, in seconds.
 
         least_s + 8 size / rate_bps is at most seconds(size), for every measured size.
         """
         return min((self.fixed_s(size) for size, _ in self.points), default=self.latency_s)
 
     def scaled(self, factor: float) -> Curve:
-        """Return this curve with `factor` times the rate."""
+        """Return a copy of this curve for a link with `factor` times the rate."""
         rate = factor * self.rate_bps
         points = tuple((size, self.fixed_s(size) + 8 * size / rate) for size, _ in self.points)
         return replace(self, rate_bps=rate, points=points)
 
 
 def fit(samples: Iterable[tuple[float, float]], source: str = "link curve") -> Curve:
-    """Return the curve through measured messages.
+    """Fit a curve of time by size through measured messages.
 
     A larger message cannot truly be faster. So if one was measured to be faster, its time also counts for
     the smaller messages. The rate of large messages is the slope between the two largest sizes, but at
@@ -165,7 +168,7 @@ class Link:
         return max(self.send.rate_bps, self.ring.rate_bps)
 
     def scaled(self, factor: float) -> Link:
-        """Return this link with `factor` times the rate."""
+        """Return a copy of this link with `factor` times the rate."""
         return replace(self, send=self.send.scaled(factor), ring=self.ring.scaled(factor))
 
 
@@ -188,13 +191,14 @@ class Links:
     host_scatter: float = 1.0
 
     def of(self, fabric: Fabric) -> Link:
-        """Return the link of a fabric, as measured or as cluster.toml describes it."""
+        """Return the message times of a fabric, as measured or as cluster.toml describes it."""
         return self.measured.get(fabric.name) or Link.of(fabric)
 
     def line(self, fabric: Fabric) -> Fabric:
-        """Return `fabric` with the rate and latency of a straight line below its measured curves.
+        """Return a copy of `fabric` with a rate and a latency that no measured message beats.
 
-        Times from these two numbers are lower bounds: no measured message was faster.
+        They define a straight line below the measured curves of time by size. So times computed
+        from these two numbers are lower bounds.
         """
         if fabric.name not in self.measured:
             return fabric
@@ -207,7 +211,7 @@ class Links:
         )
 
     def site(self, site: Site) -> Site:
-        """Return `site` with measured rates and latencies, for predictions in closed form."""
+        """Return a copy of `site` with measured rates and latencies, for predictions in closed form."""
         fabrics = tuple(map(self.line, site.fabrics))
         return replace(site, fabrics=fabrics, wan=site.wan.measured(self.pairs))
 
@@ -248,7 +252,7 @@ class Links:
         return max((8 / link.host_s for link in self.measured.values() if link.host_s), default=1.0)
 
     def scaled(self, name: str, factor: float) -> Links:
-        """Return these links with `factor` times the rate of the fabric `name`."""
+        """Return a copy of these links in which the fabric `name` has `factor` times the rate."""
         if name not in self.measured:
             return self
         changed = {**self.measured, name: self.measured[name].scaled(factor)}

@@ -105,7 +105,7 @@ class StateBytes:
 
     @property
     def total(self) -> float:
-        """Return the bytes of all parts for a parameter, as if none were sharded."""
+        """Return the bytes of weights, gradients and optimizer for a parameter, as if none were sharded."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -117,7 +117,7 @@ class StateBytes:
         return sum(self.bytes_of(part) for part in self.sharded)
 
     def bytes_of(self, part: str) -> float:
-        """Return the bytes of a part of the training state, for each parameter.
+        """Return the bytes that a part of the training state needs for each parameter of the model.
 
         Args:
             part: "weights", "gradients" or "optimizer".
@@ -369,7 +369,7 @@ class Model:
             raise self._error("heads", f"{problem}, and key 'groups' the heads")
 
     def _error(self, key: str, problem: str) -> HolmesError:
-        """Return an error about a key of the model file."""
+        """Create an error about a key of the model file."""
         return HolmesError(f"{self.source}: key '{key}': {problem}")
 
     def gpu_of(self, cluster: str) -> Gpu:
@@ -430,7 +430,7 @@ class Model:
         return -(-self.vocabulary_tokens // multiple) * multiple  # rounded up
 
     def _tokens(self, context: int) -> float:
-        """Return the number of tokens in a micro-batch on a rank."""
+        """Return the tokens of a micro-batch that a rank processes, with context parallelism."""
         return self.micro_batch * self.sequence / context
 
     def _stage_activation_bytes(self, tensor: int, context: int) -> float:
@@ -441,7 +441,7 @@ class Model:
 
     @property
     def _ffn(self) -> int:
-        """Width of the MLP: 4 times the hidden size by default."""
+        """Width of the MLP's hidden layer: 4 times the hidden size by default."""
         return self.ffn or 4 * self.hidden
 
     @property
@@ -467,12 +467,14 @@ class Model:
         widths = self._block_widths()
         flops = self._block_flops(widths, tokens, tensor)
         traffic = self._block_traffic(widths, tokens, tensor, context, expert)
+
         # A split backward pass can delay the weight gradients. They take as many FLOPs as the forward pass
         # without the attention scores, because scores have no weights. With experts or recomputation, no
         # FLOPs are counted that can be delayed.
         weight_flops = 0.0
         if self.recompute == "none" and not self.experts:
             weight_flops = flops.forward - flops.scores
+
         # _kept_per_element counts bytes as for elements of 2 bytes (16 bits).
         kept_bytes = hidden_bytes / 2 * self._kept_per_element(widths, tensor)
         return Layer(
@@ -621,7 +623,7 @@ class Model:
         )
 
     def _expert_parameters(self, widths: _BlockWidths, tensor: int, expert: int) -> float:
-        """Return the parameters of a block's experts on a rank."""
+        """Return the number of parameters of a block's routed experts on a rank."""
         experts_on_rank = widths.expert_share * self.experts / expert
         return experts_on_rank * sum(self._mlp_tensors(widths.expert_mlp, tensor))
 
@@ -637,10 +639,12 @@ class Model:
         if self.key_value_rank:
             attention_parameters = sum(self._attention_tensors(widths, tensor=1))
         mlp_parameters = self._mlp_matrices * self.hidden * widths.token_mlp
+
         # Each parameter takes a multiplication and an addition per token.
         matrix_flops = 2 * tokens * (attention_parameters + mlp_parameters)
         # Two matrix products over the sequence: scores, and scores times values.
         scores_flops = 4 * tokens * self.sequence * widths.query
+
         # Up to here the FLOPs are those of all tensor-parallel ranks together.
         forward_flops = (matrix_flops + scores_flops) / tensor
         recomputed_flops = 0.0
@@ -670,13 +674,16 @@ class Model:
         norm_parts = tensor if self.sequence_parallel else 1
         if self.recompute == "full":
             return 2.0 / norm_parts  # the input of the block, 2 bytes an element
+
         # 2 bytes each of query and attention output (width `query`), and of keys and values.
         attention_bytes = 4 * (widths.query + widths.key_value) / h
         # Without gate: 2 bytes each for the input and the output of GeLU. SwiGLU has another input.
         mlp_bytes = (6 if self.gated else 4) * widths.token_mlp / h
+
         # Each further expert of a token has a copy of the MLP's input (2 bytes) and a dropout mask
         # (1 byte). A mean of all blocks: only the part `expert_share` of them has experts.
         expert_bytes = 3 * widths.expert_share * max(0, widths.active_experts - 1)
+
         # 2 bytes each of the inputs of two norms, of attention and of the MLP; 1 byte for each of two
         # dropout masks.
         norm_and_dropout_bytes = 10
@@ -711,9 +718,11 @@ class Model:
         # Forward and backward. "full" recomputation runs the forward pass again, with its
         # communication.
         passes = 3 if self.recompute == "full" else 2
+
         # A tensor-parallel block has two all-reduces in each pass (Shoeybi et al. 2019, arXiv
         # 1909.08053).
         all_reduce_bytes = 2 * passes * hidden_bytes
+
         # A block with experts has two all-to-alls in each pass: tokens to their experts, and back.
         # This is their size if each token goes to a single expert.
         all_to_all_bytes = 2 * passes * hidden_bytes
@@ -725,6 +734,7 @@ class Model:
             context_bytes = (
                 ring_tensors * tokens * widths.key_value * self.activation_width / tensor
             )
+
         # Mean of all blocks: only the part `expert_share` of them has experts. An all-to-all sends
         # each token to `active_experts` experts.
         routed_bytes = all_to_all_bytes * widths.expert_share * widths.active_experts
@@ -818,7 +828,7 @@ class Model:
         layers = self.costs(sizes.tensor, sizes.context, sizes.expert if self.experts else 1)
 
         def stage_mean(name: str) -> float:
-            """Return the total of a field of all layers, divided by the number of stages."""
+            """Return the mean, over all pipeline stages, of a field of the layers."""
             total: float = sum(getattr(layer, name) for layer in layers)
             return total / sizes.pipeline
 
@@ -880,6 +890,7 @@ def load_model(path: str | Path) -> Model:
     training = top.table("training")
     gpu = top.table("gpu", default={})
     values: dict[str, Any] = {}
+
     # A field of Model that _key() made is a key of the file. It has the type of its default value, and an
     # int if it is required.
     for item in fields(Model):
@@ -921,7 +932,7 @@ class Memory:
 
     @property
     def terms(self) -> dict[str, float]:
-        """Return the bytes by the name of their purpose."""
+        """Return the memory by purpose: name -> bytes."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
@@ -1034,7 +1045,7 @@ def stage_memory(
     in_flight: float = 1.0,
     working: float = 0.0,
 ) -> Memory:
-    """Return the memory of a rank of a pipeline stage.
+    """Compute the memory that a rank of a pipeline stage needs at its fullest moment, in bytes.
 
     Args:
         model: Model with the bytes per parameter.

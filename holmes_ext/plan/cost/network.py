@@ -41,11 +41,11 @@ class Price:
     latency_s: float = 0.0  # seconds that do not depend on the bytes
 
     def seconds(self, size: float) -> float:
-        """Return the seconds that `size` bytes take; 0 for no bytes."""
+        """Return the seconds that a transfer of `size` bytes takes; 0 for no bytes."""
         return self.latency_s + size * self.byte_s if size > 0 else 0.0
 
     def scaled(self, factor: float) -> Price:
-        """Return `factor` times this price."""
+        """Return this price times `factor`: latency and seconds per byte both grow."""
         return Price(factor * self.byte_s, factor * self.latency_s)
 
     def __add__(self, other: Price) -> Price:
@@ -125,7 +125,7 @@ class Network:
         uneven: bool = False,
         on_best_fabrics: bool = False,
     ):
-        """Find the node types of the site, and number them from 0 in the order of the site's nodes.
+        """Group the nodes of a site into node types, and number these in the order of the site's nodes.
 
         Args:
             site: Nodes and fabrics.
@@ -158,7 +158,7 @@ class Network:
         self._known: dict[Hashable, Any] = {}  # results of `remember`
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the result of make(), computed once for each key.
+        """Cache the result of make(): compute it once for each key.
 
         The key must contain everything that affects the result, besides this network.
         """
@@ -180,7 +180,7 @@ class Network:
         return self.node_types[node_type][0]
 
     def clusters(self, content: Content) -> list[str]:
-        """Return the clusters of a stage's nodes, each once, in the order of the nodes.
+        """Return the clusters of the nodes of a pipeline stage, each once, in the order of the nodes.
 
         Args:
             content: Nodes of the stage: (node type, number of nodes or ranks).
@@ -231,7 +231,7 @@ class Network:
         return self.remember(node_types, fastest)
 
     def line(self, fabric: Fabric) -> Fabric:
-        """Return `fabric` with its measured rate and latency, if any: a line, not the measured curve."""
+        """Return `fabric` with its measured rate and latency, if any: a straight line of time by size."""
         return self.remember(fabric.name, lambda: self.links.line(fabric))
 
     # ------------------------------------------------------------------- links between clusters
@@ -298,9 +298,9 @@ class Network:
         # (from cluster, to cluster) -> number of links of the ring between them.
         pairs = Counter(self.neighbours(family.ring))
         # Latency beyond the fabric's own, of each rank's link to the next rank; 0 inside a cluster.
-        link_latency_s = [
-            self.wan_latency_s(fabric, pair) for pair, times in pairs.items() for _ in range(times)
-        ]
+        link_latency_s = []
+        for pair, times in pairs.items():
+            link_latency_s += [self.wan_latency_s(fabric, pair)] * times
         link_latency_s += [0.0] * (ranks - len(link_latency_s))
         # A chunk passes all links except the last, first for the sum and again to distribute it.
         # The slowest chunk leaves out the fastest link.
@@ -485,7 +485,7 @@ class Network:
         return len(set(map(self.cluster, node_types))) > 1
 
     def link(self, load: Load) -> Link:
-        """Return the measured times of messages on a load's fabric, else those of cluster.toml."""
+        """Return the message times of a load's fabric: measured, or else as in cluster.toml."""
         assert load.fabric is not None
         return self.links.of(load.fabric)
 

@@ -99,7 +99,7 @@ def in_flight(
         return [min(count, micro_batches) for count in _counts_at(busy, transfer, pace)]
 
     def fit(counts: Sequence[int]) -> bool:
-        """Return whether the stages' memories hold these micro-batches."""
+        """Return whether each stage's memory holds its number of micro-batches in flight."""
         return all(count <= limit for count, limit in zip(counts, limits))
 
     counts = counts_at(fastest_s)
@@ -151,7 +151,7 @@ def quickest_in_flight(
         return counts
 
     def step_s(numbers: tuple[int, ...]) -> float:
-        """Return the end of the last stage to end, with these micro-batches in flight."""
+        """Return when the last stage ends, in seconds, with these numbers of micro-batches in flight."""
         return max(walked_ends(forward, backward, transfer, micro_batches, numbers))
 
     # More activations need more memory, so they must save the share WORTH_MORE of the step.
@@ -222,7 +222,7 @@ def schedule(
         return ()
 
     def step_s(numbers: tuple[int, ...]) -> float:
-        """Return the end of the last stage to end, with these micro-batches in flight."""
+        """Return when the last stage ends, in seconds, with these numbers of micro-batches in flight."""
         return max(walked_ends(forward, backward, transfer, micro_batches, numbers))
 
     is_worth_it = step_s(counts) < step_s(of_1f1b) * (1 - WORTH_MORE)
@@ -300,7 +300,7 @@ def formula_ends(
     link_load_s: Seconds | None = None,
     nics: Sequence[tuple[int, int]] = (),
 ) -> list[float]:
-    """Return when each stage ends its last backward pass, in closed form.
+    """Compute by a formula when each stage ends its last backward pass, in seconds.
 
     The first micro-batch travels to the last stage and back, the others follow at the pace of the pipeline,
     and the last gradient travels to the first stage. This is exact for equal stages and free stage links,
@@ -345,7 +345,7 @@ def walked_ends(
     load: Seconds = (),
     nics: Sequence[tuple[int, int]] = (),
 ) -> list[float]:
-    """Return when each stage ends its last backward pass, calculated pass by pass.
+    """Simulate all passes, and return when each stage ends its last backward pass, in seconds.
 
     A pass starts when its stage is free and its message has arrived. Each stage has a single chunk.
 

@@ -93,7 +93,10 @@ class ReductionPrices:
         rules: Rules = Rules(),
         role_on_best_fabrics: str = "",
     ):
-        """Store the arguments, which the class describes, and choose the network of each kind of group."""
+        """Prepare prices of gradient reductions, and choose the network for each kind of group.
+
+        The class describes the arguments.
+        """
         self.network = network
         self.job = job
         self.rules = rules
@@ -175,7 +178,7 @@ class ReductionPrices:
         return folded()  # cached for equal nodes
 
     def remember(self, name: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Return make(), computed once for each name and key.
+        """Cache the result of make(): compute it once for each name and key.
 
         Args:
             name: Name of the result, such as "reduction".
@@ -194,6 +197,7 @@ class ReductionPrices:
         result = [self._reduction(placement, stage) for stage in range(placement.sizes.pipeline)]
         if not self.rules.same_reductions:
             return result
+
         # The engine takes one setting for all stages. So it can reduce hierarchically only if all
         # stages do, and if all have equally many runs of equal nodes (mostly a run for each cluster).
         # Otherwise all of them use the flat ring. `content`: (node type, ranks) of each run.
@@ -399,10 +403,12 @@ class ReductionPrices:
             sharded = replace(sharded, scatter_share=1.0)
         if not self.rules.hybrid:
             return sharded
+
         # For each cluster, the ranks of the groups in this cluster, as a family of smaller groups.
         cluster_families = inside_clusters(self.network, options.family)
         if not cluster_families:  # the groups do not span clusters evenly
             return sharded  # all shards are divided among the ranks of all clusters
+
         # Load of a ring all-reduce inside each cluster.
         rings_inside = [
             self.network.ring(family, options.crossing_groups, self.link_bps(family.node_types))
@@ -444,6 +450,7 @@ class Prices(ReductionPrices):
         job = self.job
         rules = self.rules
         chosen = list(reductions) or self.reductions(placement)  # by stage
+
         # By stage: seconds of both passes and of the reduction, for each type of layer.
         layer_costs = [
             self._layer_costs_of(placement, stage, reduction, sharded)
@@ -496,7 +503,7 @@ class Prices(ReductionPrices):
         return estimate(costs, (1,) * costs.stages).step_s
 
     def _limits(self, content: Content) -> _StageLimits:
-        """Return the clusters of a stage's nodes, and the memory that its ranks may use.
+        """Return the clusters that a stage lies on, and the GPU memory that its ranks may use.
 
         Args:
             content: Nodes of the stage: (node type, number of ranks).
@@ -544,6 +551,7 @@ class Prices(ReductionPrices):
         job = self.job
         content = fold.placement.stages[stage]  # nodes of the stage: (node type, ranks)
         flops = job.slowest(self.network.clusters(content)).flops  # the slowest GPU decides
+
         # Half of the groups' collectives run in the forward pass, half in the backward pass.
         half_s = self.collective_s(fold, stage) / 2
         # By type of layer: seconds of its tensor, context and expert groups in one pass.
@@ -565,6 +573,7 @@ class Prices(ReductionPrices):
                 repeats=job.repeats,
                 prefetch=self.rules.prefetch,  # whether they overlap with computation
             )
+
         # The collectives that run once a step, after the backward pass: seconds per byte of gradients.
         reduction_byte_s = reduction.once.byte_s
         return _LayerCosts(
@@ -720,6 +729,7 @@ class Prices(ReductionPrices):
             self._computed_once("fabrics", self._fabrics, placement, stage, stage + 1)
             for stage in range(last)
         ]
+
         # Divide the stages into runs on the same nodes: a run ends where messages leave the nodes.
         runs = []
         first = 0
@@ -728,6 +738,7 @@ class Prices(ReductionPrices):
             if ends_run:
                 runs.append((first, stage))
                 first = stage + 1
+
         # Of the runs with links on both sides, keep those whose links use the same fabric: a node has a
         # single NIC on each fabric, so the links share it.
         return tuple(
@@ -737,13 +748,15 @@ class Prices(ReductionPrices):
         )
 
     def _fabrics(self, fold: Fold, stages: tuple[int, ...]) -> set[str]:
-        """Return the fabrics that carry the messages between two stages, or _INSIDE_NODE."""
+        """Return the names of the fabrics that carry messages between two stages, or _INSIDE_NODE."""
         sender, receiver = stages
-        return {
-            # local: messages inside a node; fabric(): the fastest that both nodes share
-            _INSIDE_NODE if stage_link.local else self.network.fabric(stage_link.node_types).name
-            for stage_link in self._messages(fold, sender, receiver)
-        }
+        names = set()
+        for stage_link in self._messages(fold, sender, receiver):
+            if stage_link.local:  # messages inside a node
+                names.add(_INSIDE_NODE)
+            else:  # fabric(): the fastest that both nodes share
+                names.add(self.network.fabric(stage_link.node_types).name)
+        return names
 
     def slices(self, placement: Placement) -> int:
         """Return the number of slices into which an activation is cut to cross Ethernet.
@@ -776,6 +789,7 @@ class Prices(ReductionPrices):
         chunks = self.rules.virtual
         size = self.job.block.activation_bytes
         last = placement.sizes.pipeline - 1
+
         # By stage: names of the clusters of its nodes.
         clusters = [set(self.network.clusters(content)) for content in placement.stages]
         inside_s = [0.0] * (last + 1)  # by stage: its NICs inside the cluster
@@ -855,10 +869,12 @@ class Prices(ReductionPrices):
         last = fold.stages[-1]
         # Types of the nodes that hold the first and the last stage of these pipelines.
         node_types = [fold.node_type_on(pipeline_class, stage) for stage in (0, last)]
+
         # All-reduce between the two ranks of each pipeline. link_bps: bits/s between a node's GPUs.
         pairs = by_pairs(self.network, fold, pipeline_class, self.link_bps(node_types))
         if self.stock or not self.rules.tied:
             return pairs, None
+
         # Families of equal groups of all ranks, in both stages, with the same part of the weight.
         for family in tied_weight_families(fold):
             if pipeline_class in family.pipeline_classes:  # the family of these pipelines
@@ -894,7 +910,7 @@ _INSIDE_NODE = ""
 
 
 class _StageLimits(NamedTuple):
-    """Largest amount of memory that a rank of a stage may use, with the stage's clusters."""
+    """GPU memory that each rank of a stage may use, and the clusters of the stage."""
 
     clusters: str  # their names, for the message if the memory does not suffice
     memory_bytes: float  # of the stage's smallest GPU; inf: no limit

@@ -60,7 +60,7 @@ Tag = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class Flow:
-    """A transfer of the simulation: collectives with the same loads that run in sequence.
+    """A simulated transfer of a gradient reduction: collectives with the same loads that run in sequence.
 
     The time of a transfer depends on its `loads` (use of NICs and links) and on other transfers
     that run at the same time. A flat all-reduce is a single Flow, with a collective for each bucket. A
@@ -168,7 +168,7 @@ class Hierarchical(PricedReduction):
 
     @cached_property
     def inside(self) -> Price:
-        """Return the price of the reduce-scatter and the all-gather inside the slowest cluster.
+        """Return the price of the two steps inside the slowest cluster: reduce-scatter and all-gather.
 
         The price has seconds per byte of the gradients, and latency in seconds.
         """
@@ -181,7 +181,7 @@ class Hierarchical(PricedReduction):
 
     @property
     def _stall_byte_s(self) -> float:
-        """Return the latency that chunks add if each waits for its predecessor, in seconds per byte.
+        """Return the latency that chunks add if each waits for its predecessor, in seconds for each byte.
 
         If chunks stall, a chunk is sent across clusters only after the previous one has arrived.
         Then every chunk takes two latencies (reduce and gather), which are divided by its bytes.
@@ -208,6 +208,7 @@ class Hierarchical(PricedReduction):
                 bit_s[nic] += flows / load.fabric.rate_bps
             for hop, flows in load.hops:  # the same for links between clusters
                 bit_s[hop] += flows / hop.rate_bps
+
         # Each of the two steps takes a latency. gloo's direct exchanges over a WAN (`stalls`) take a
         # second latency: a send waits for the receiver's announcement, posted at the same time.
         latencies = 4 if self.stalls else 2
@@ -362,6 +363,7 @@ class Hierarchical(PricedReduction):
         # `senders` ranks of a node send across at the same time; each has this share of the NIC.
         nic_bps = self.reduce_across.fabric.rate_bps / self.senders
         count = 1
+
         # route.halves: for the reduce and the gather step, (from cluster, to cluster) -> bytes per
         # byte of the sum. Both steps use the same links, so the first is enough.
         reduce_volumes, _ = self.route.halves
@@ -472,6 +474,7 @@ def _hierarchical(
         routes = (CrossClusterAlgorithm(algorithm, clusters),)
     if request.compress != "off":
         routes = routes[:1]  # compressed sums take the first route, "direct" or NCCL's ring, only
+
     # By cluster with several ranks: load of a reduce-scatter or an all-gather inside it.
     inside_loads = tuple(
         _step_inside_cluster(network, request, members.parts[cluster], members.ranks[cluster])
@@ -515,14 +518,17 @@ def _can_be_hierarchical(
     is_in_one_cluster = len(members.parts) <= 1
     if is_in_one_cluster:
         return False
+
     # For each cluster with several nodes of the group: these nodes.
     with_several_nodes = [
         parts for parts in members.parts.values() if sum(part.nodes for part in parts) > 1
     ]
+
     # With a single node in every cluster, no step inside clusters takes bytes off the slow network: a
     # flat ring already adds up the ranks of a node first. `spread` requires more nodes than that.
     if request.spread and not with_several_nodes:
         return False
+
     # NCCL's steps need equally many ranks in each cluster. `uneven` networks ignore that: lower
     # bounds may use a reduction that is faster than any possible one.
     has_equal_ranks = len(set(members.ranks.values())) == 1
@@ -532,6 +538,7 @@ def _can_be_hierarchical(
     fabrics_inside = {
         network.fabric(part.node_type for part in parts) for parts in with_several_nodes
     }
+
     # If a cluster uses the same fabric inside and across, a flat ring sends as little over the NICs.
     # But on a WAN, the links between clusters are slower than the NICs, so saving bytes there pays.
     return fabric_across not in fabrics_inside or bool(network.wan)
@@ -572,6 +579,7 @@ def _priced_route(
         # Compressed NCCL groups all-gather the sums of all C clusters, as NCCL cannot add compressed
         # numbers. A rank then receives C - 1 sums, in place of 2 (C - 1) / C in a ring: C / 2 times.
         share *= len(members.parts) / 2
+
     # Size of a chunk that fits the number of ranks in the smallest cluster.
     suitable_bytes = chunk_bytes(min(members.ranks.values()), request.direct)
     return Hierarchical(
@@ -623,11 +631,13 @@ def _relay_byte_s(
     # route.halves: for the reduce and the gather step, (from cluster, to cluster) -> bytes for each
     # byte of the sum. The gather step has the same numbers, in a tree in the opposite direction.
     reduce_volumes, _ = route.halves
+
     # Seconds of all messages on each link. A message carries `message_share` of the sum, so
     # volume / message_share is the number of messages.
     busy_s = [
         message_s(pair) * volume / route.message_share for pair, volume in reduce_volumes.items()
     ]
+
     # route.latency_s(f) adds up f(link) along the longest path of data through the clusters. f is
     # usually the latency of a link. Here it is the time of a message, so the result is the time of
     # all messages that follow each other.
@@ -636,7 +646,7 @@ def _relay_byte_s(
 
 
 def _sending_ranks(part: GroupPart, groups: float) -> float:
-    """Return how many ranks of a node send at the same time.
+    """Return how many ranks of a node send at the same time, and so share its NIC.
 
     Args:
         part: Equal nodes of a group.
@@ -669,6 +679,7 @@ def _step_inside_cluster(
         return Load(inside_bps=request.inside_bps, volume=ring_volume)
     family = request.family
     fabric = network.fabric(part.node_type for part in parts)  # the fastest that the nodes share
+
     # Node class -> groups that share a NIC. concurrent_groups counts all groups on the node, `groups`
     # only those of this family (if request.groups is 0, for the simulation).
     flows = {
@@ -682,9 +693,8 @@ def _step_inside_cluster(
         ranks_per_node = max(part.ranks_per_node for part in parts)
         volume = ranks_per_node * (ranks - ranks_per_node) / ranks
         messages = 1
-        cpu_messages = (
-            family.count * ranks * (ranks - 1)
-        )  # of all groups: every rank to every other
+        # Of all groups: every rank to every other.
+        cpu_messages = family.count * ranks * (ranks - 1)
     else:
         volume = ring_volume
         messages = ranks - 1
@@ -736,6 +746,7 @@ def _step_across_clusters(
                 # Nodes of the same class are equally busy, so a single entry is enough.
                 nics.append(((part.node_class, fabric.name, direction), flows))
     groups = request.groups or family.count
+
     # Bytes between clusters for each byte of a sum, of all groups that cross at once.
     crossing = {pair: volume * groups for pair, volume in volumes.items()}
     # Each rank of the larger cluster of a pair sends or receives a message.
@@ -834,6 +845,7 @@ class Sharded(PricedReduction):
             return forward, backward  # ZeRO 1 has no collectives in a micro-batch
         gather = self.gather if self.zero == ZERO_WEIGHTS else FREE
         backward_gather = gather.scaled(self.regathered_share)
+
         # Seconds of each collective, by type of layer.
         gather_s = _seconds_of(gather, sizes)
         backward_gather_s = _seconds_of(backward_gather, sizes)
@@ -842,14 +854,17 @@ class Sharded(PricedReduction):
         if not prefetch:  # computation and collectives follow each other
             forward_s = _sum_by_element(forward, gather_s)
             return forward_s, _sum_by_element(backward, backward_gather_s, scatter_s, shard_sum_s)
+
         # Gathers and scatters share a NIC: their bytes add up, and the shorter latency is hidden.
         gather_and_scatter = Price(
             byte_s=backward_gather.byte_s + self.scatter.byte_s,
             latency_s=max(backward_gather.latency_s, self.scatter.latency_s),
         )
+
         # The backward pass begins with the last layer, whose weights no computation hides. It ends
         # with the first layer, and nothing follows that could hide the sum of its gradients.
         exposed_s = backward_gather_s[-1] + scatter_s[0] + shard_sum_s[0]
+
         # Activities of a list run at the same time, so the longest is the time of the pass.
         forward_activities = [
             _Activity(forward, exposed_s=gather_s[0]),
@@ -866,7 +881,7 @@ class Sharded(PricedReduction):
 
 
 class _Activity(NamedTuple):
-    """Work of a pass over all layers that runs at the same time as other work.
+    """Work in a pass over all layers that overlaps with other work.
 
     It is the computation of all layers, or the use of a network by their collectives.
     """
@@ -876,12 +891,12 @@ class _Activity(NamedTuple):
 
 
 def _seconds_of(price: Price, sizes: Row) -> Row:
-    """Return the seconds that a collective takes for each number of bytes."""
+    """Return the seconds that a collective takes for each of several numbers of bytes."""
     return tuple(map(price.seconds, sizes))
 
 
 def _sum_by_element(*rows: Row) -> Row:
-    """Return the sums of the rows' elements."""
+    """Add up rows of numbers element by element."""
     return tuple(map(sum, zip(*rows)))
 
 
@@ -1055,6 +1070,7 @@ def tied_hierarchical(
         if network.cluster(part.node_type) == clusters[0]
     )
     borders = sum(cluster != following for cluster, following in zip(clusters, clusters[1:]))
+
     # Each stage has half of the ranks. So each lies in a single cluster if the cluster changes once
     # along the ring, in the middle.
     are_apart = _TIED_STAGES * first_ranks == family.ranks and borders == 1

@@ -119,7 +119,7 @@ class RankModel:
 
     @classmethod
     def of_workload(cls, work: Workload, sizes: Sizes) -> RankModel:
-        """Return a model with a single block for each stage; the block has all the work of the stage."""
+        """Build a model with a single block for each stage, which has all the work of an average stage."""
         block = Layer(
             kind="block",
             tensors=(work.gradient_bytes,),
@@ -285,12 +285,12 @@ class StageCosts:
         return tuple(f"stage {stage}{place}" for stage, place in enumerate(places))
 
     def ranges(self, stage_layers: Sequence[int]) -> list[tuple[int, int]]:
-        """Return (low, high) of each stage or chunk, given its blocks: it has the layers low..high - 1."""
+        """Return the layers of each stage or chunk, given its blocks: (low, high) for low..high - 1."""
         borders = list(accumulate(stage_layers, initial=0))
         return [self.bounds(start, stop) for start, stop in zip(borders, borders[1:])]
 
     def bounds(self, start: int, stop: int) -> tuple[int, int]:
-        """Return (low, high) of a stage with the blocks start..stop - 1: its layers are low..high - 1.
+        """Return the layers of a stage with the blocks start..stop - 1: (low, high) for low..high - 1.
 
         The first stage also has the layers before the first block, the last stage those after the last.
         """
@@ -331,11 +331,11 @@ class StageCosts:
         return {name: [totals(row) for row in getattr(self, name)] for name in names}
 
     def _totals(self, row: Row) -> list[float]:
-        """Return the total of the first 0, 1, 2, ... layers; row: numbers by kind of layer."""
+        """Return the total cost of the first 0, 1, 2, ... layers, from the cost of each kind of layer."""
         return list(accumulate(self.by_layer(row), initial=0.0))
 
     def by_layer(self, row: Row) -> Iterator[float]:
-        """Yield a number for every layer, from numbers by kind of layer."""
+        """Yield a number for every layer, given one each for embedding, block and output layer."""
         return (value for value, count in zip(row, self.repeats) for _ in range(count))
 
     @cached_property
@@ -398,7 +398,7 @@ class StageCosts:
         return tuple(loads)
 
     def in_flight(self, stage_layers: Sequence[int]) -> tuple[int, ...]:
-        """Return the micro-batches in flight, by stage, that hide the stage links and fit memory.
+        """Return the micro-batches in flight, by stage, that hide the stage links and fit the memory.
 
         (): keep the framework's own schedule. stage_layers: blocks of each stage.
         """
@@ -470,7 +470,7 @@ def estimate(
     ranges = costs.ranges(stage_layers)
 
     def by_stage(name: str) -> list[float]:
-        """Return the cost of the layers of each stage (a key of StageCosts.sums)."""
+        """Return the total cost of the layers of each stage, for a key of StageCosts.sums."""
         return [totals[high] - totals[low] for totals, (low, high) in zip(costs.sums[name], ranges)]
 
     forward_s = by_stage("forward_s")

@@ -30,7 +30,7 @@ class BestLinks(NamedTuple):
 
 
 def rates_between(network: Network) -> dict[tuple[int, int], float]:
-    """Return the rates between all clusters: {(from, to): bits/s of the slowest link on the path}.
+    """Return the rate between each two clusters: (from, to) -> bits/s of the slowest link on the path.
 
     The path between two clusters consists of links over the WAN and of each cluster's connection to
     the WAN (uplink). The rate is inf for clusters on the same fast network: they need no WAN.

@@ -73,6 +73,7 @@ class ChainBound(StepLowerBound):
         if not split:
             return ChainedBound(reached_s, ())
         high = reached_s
+
         # A split that may take `high` is known; no split can take less than `low`.
         while high - low > PRECISION * low:
             middle = (low + high) / 2
@@ -113,10 +114,12 @@ class ChainBound(StepLowerBound):
         limits = self._layer_limits(step_s, update.least_s, update.limit_s)
         if limits is None:
             return ()
+
         # Layers behind a stage -> least end of the next stage's last backward pass. Behind the last
         # stage are no layers and nothing to wait for.
         end_of: dict[int, float] = {0: 0.0}
         choices_of_stages = []  # from the last stage to the first
+
         # Layers that the stages before can hold. A stage must take those that do not fit there.
         most_before = sum(limits)
         for stage in reversed(range(self.stage_count)):
@@ -236,12 +239,14 @@ class ChainBound(StepLowerBound):
         forward_s = self.forward_s[stage]
         backward_s = self.backward_s[stage]
         layer_down_s = self.layer_down_s[stage] if stage else 0.0
+
         # With 1 layer on each stage before.
         down_s = self.down_s[stage] + self.links_before_s[stage]
         further_behind = behind - (self.stage_count - 1 - stage)  # besides 1 on each later stage
         round_trip_s = self.round_trip_s[stage]
         if further_behind:
             round_trip_s += further_behind * self.layer_round_trip_s[stage]
+
         # Earliest start of the last backward pass of the stage's layers. On the last stage, all
         # activations must have arrived over the slowest link.
         if stage == self.stage_count - 1:
@@ -249,6 +254,7 @@ class ChainBound(StepLowerBound):
         else:
             link_s = self.stage_links_s[stage]
             before_backward_s = behind_end_s + link_s + self.extra_backward_s[stage]
+
         # The NIC begins to send after the first forward pass; its last gradient arrives a stage
         # link later.
         sent_s = self.micro_batches * self.nic_busy_s[stage]

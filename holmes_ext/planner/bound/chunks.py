@@ -41,9 +41,11 @@ class _InterleavedBound:
     """
 
     def __init__(self, bounds: StageBounds):
-        """Compute the earliest times of each stage's first and last passes.
+        """Compute when each stage of an interleaved pipeline can start and end its passes at the earliest.
 
-        The results are the last four attributes that this method sets.
+        The results are the last four attributes: start of the first and end of the last forward
+        pass, and the same for the backward passes. A pass is the work of a micro-batch on a chunk
+        of layers.
 
         Args:
             bounds: Least seconds of a layer, a message and a reduction on every stage of a
@@ -76,6 +78,7 @@ class _InterleavedBound:
         links_s = sum(self.stage_links_s)
         self.forward_lap_s = sum(self.forward_s) + links_s + bounds.last_to_first.total_s
         self.backward_lap_s = sum(self.backward_s) + links_s + bounds.last_to_first.total_s
+
         # The results: by stage, in seconds from the step's start.
         self.first_forward_start_s = self._first_forward_starts()
         self.first_backward_start_s = self._first_backward_starts()
@@ -83,11 +86,11 @@ class _InterleavedBound:
         self.last_backward_end_s = self._last_backward_ends()
 
     def _of_chunk(self, block_s: Sequence[float]) -> list[float]:
-        """Return the seconds of a chunk on each stage, from those of a block (layer)."""
+        """Convert seconds for a single layer (block) on each stage into seconds for a chunk of layers."""
         return [self.stage_layers * seconds / self.chunks for seconds in block_s]
 
     def _warm_up(self, stage: int) -> int:
-        """Return a stage's number of forward passes before forward and backward passes alternate.
+        """Return how many forward passes a stage does before forward and backward passes alternate.
 
         The number is that of Megatron's interleaved schedule:
 
@@ -120,13 +123,16 @@ class _InterleavedBound:
         return laps * max(0.0, lap_s - stage_passes_s)
 
     def _interval_before_s(self, stage: int) -> float:
-        """Return the seconds between two messages from the stage before; 0 for the first stage."""
+        """Return the least seconds between two activations that the previous stage sends to this stage.
+
+        0 for the first stage, which has no previous stage.
+        """
         return self.bounds.interval_s[stage - 1] if stage else 0.0
 
     def _first_forward_starts(self) -> list[float]:
-        """Return the earliest start of each stage's first forward pass, in seconds of the step.
+        """Return, for each stage, the earliest start of its first forward pass, in seconds of the step.
 
-        The first micro-batch passes the first chunk of all earlier stages before.
+        Before that, the first micro-batch passes the first chunk of layers on every earlier stage.
         """
         starts_s = [0.0]
         for stage in range(1, self.stage_count):
@@ -166,7 +172,11 @@ class _InterleavedBound:
         return starts_s
 
     def _first_forward_way_s(self) -> float:
-        """Return the seconds in which the first micro-batch passes all chunks of all stages forward."""
+        """Return the seconds until the first micro-batch has passed all layers of the model forward.
+
+        A stage has several chunks of layers (interleaved schedule), so the micro-batch passes each
+        stage several times.
+        """
         links_s = self.chunks * sum(self.stage_links_s)
         returns_s = (self.chunks - 1) * self.bounds.last_to_first.total_s
         passes_s = self.chunks * sum(self.forward_s)
@@ -198,7 +208,9 @@ class _InterleavedBound:
         return self.first_forward_start_s[stage] + max(passes_s, messages_s)
 
     def _next_gradient_arrival_s(self, stage: int, behind_start_s: float) -> float:
-        """Return when the first gradient of the next stage can arrive.
+        """Return the earliest arrival of the first gradient that the next stage sends back to `stage`.
+
+        The result is in seconds from the start of the step.
 
         Args:
             stage: The receiving stage.
@@ -233,15 +245,11 @@ class _InterleavedBound:
             # Embedding or output layer: once for each micro-batch, as only a single chunk has it.
             extra_s = self.micro_batches * bounds.extra_forward_s[stage]
             after_passes_s = start_s + self.passes * forward_s + extra_s
-            after_laps_s = (
-                start_s + self.passes * forward_s + self._lap_waits_s(self.forward_lap_s, forward_s)
-            )
-            after_messages_s = (
-                start_s
-                + (self.passes - 1) * interval_s
-                + self._lap_waits_s(self.forward_lap_s, interval_s)
-                + forward_s
-            )
+            pass_waits_s = self._lap_waits_s(self.forward_lap_s, forward_s)
+            after_laps_s = start_s + self.passes * forward_s + pass_waits_s
+            message_waits_s = self._lap_waits_s(self.forward_lap_s, interval_s)
+            last_message_s = start_s + (self.passes - 1) * interval_s + message_waits_s
+            after_messages_s = last_message_s + forward_s
             times_s = [after_passes_s, after_laps_s, after_messages_s]
             if self.passes > self.warm_up[stage]:
                 pairs = self.passes - self.warm_up[stage] - 1
@@ -249,7 +257,8 @@ class _InterleavedBound:
                 after_pairs_s = self.first_backward_start_s[stage] + pairs * pair_s
                 times_s.append(after_pairs_s)
             if stage:
-                output_s = self.output_forward_s * (stage == self.stage_count - 1)
+                is_last = stage == self.stage_count - 1
+                output_s = self.output_forward_s if is_last else 0.0
                 link_s = self.stage_links_s[stage - 1]
                 after_before_s = ends_s[stage - 1] + link_s + forward_s + output_s
                 times_s.append(after_before_s)
@@ -301,7 +310,7 @@ class _InterleavedBound:
         return ends_s
 
     def _ends_after_stage_behind(self, stage: int, behind_end_s: float) -> list[float]:
-        """Return moments before which a stage's last backward pass cannot end.
+        """Return several lower bounds on the end of a stage's last backward pass, from the next stage's work.
 
         The next stage (stage + 1, `behind`) sends the gradients to this stage. They arrive at least
         `interval_s` apart, the time of a message on the link. Each moment counts in seconds from
@@ -323,6 +332,7 @@ class _InterleavedBound:
         bounds = self.bounds
         behind = stage + 1
         backward_s = self.backward_s[stage]
+
         # Least seconds between two messages on the link between this stage and the next.
         interval_s = bounds.interval_s[stage]
         # The waits: a gradient travels through all stages (backward_lap_s) before its next chunk.
@@ -348,7 +358,7 @@ class _InterleavedBound:
         return [after_messages_s, after_last_s, after_closing_s, after_nic_s]
 
     def step_s(self) -> float:
-        """Return the lower bound on the step time, in seconds.
+        """Return a lower bound on the step time of an interleaved pipeline schedule, in seconds.
 
         It is the largest of several bounds. The first is the time of the messages from the last stage
         back to the first. The others follow from the work of each stage (_steps_by_stage).
@@ -371,7 +381,7 @@ class _InterleavedBound:
         return max(steps_s)
 
     def _steps_by_stage(self, stage: int, after_reduction_s: float) -> list[float]:
-        """Return several lower bounds on the step time, in seconds, from the work of a stage.
+        """Return several lower bounds on the step time, in seconds, that follow from the work of `stage`.
 
         The step cannot end before this stage has reduced its gradients and done the work that
         follows (`after_reduction_s`). Each bound derives the earliest end of the reduction from
@@ -408,10 +418,10 @@ class _InterleavedBound:
         return self.last_backward_end_s[stage] + exposed_s
 
     def _end_after_nic_s(self, stage: int) -> float:
-        """Return the seconds until the stage's NIC has sent everything.
+        """Return the earliest moment at which a stage's NIC can have sent all data of the step, in seconds.
 
-        It sends the activations and gradients of all passes after the first forward pass, and the
-        stage's part of the gradient reduction, if that uses the same NIC.
+        The data are the activations and gradients of all passes after the first forward pass, and
+        the stage's part of the gradient reduction, if that uses the same NIC.
         """
         first_forward_end_s = self.first_forward_start_s[stage] + self.forward_s[stage]
         messages_s = self.passes * self.bounds.shared_nic_busy_s[stage]
@@ -436,10 +446,12 @@ class _InterleavedBound:
         backward_end_s = self._backward_end_s(stage, followers)
         backward_start_s = backward_end_s - self.backward_s[stage] - bounds.extra_backward_s[stage]
         reduced_layers = self.stage_layers * (followers + 1) / self.chunks
+
         # The fixed part is latency, and the embedding in the first chunk; this completes last. On
         # the last stage it is the output layer, in the chunk that completes first.
         fixed_s = after.reduction.fixed_s if stage < self.stage_count - 1 else 0.0
         reduction_s = reduced_layers * after.reduction.block_s + fixed_s
+
         # The NIC also sends the gradients of the passes that follow: half of a micro-batch's
         # messages.
         gradients_s = passes_after * bounds.shared_nic_busy_s[stage] / 2
@@ -466,6 +478,7 @@ class _InterleavedBound:
             return self.last_backward_end_s[stage]
         backward_s = self.backward_s[stage]
         passes_after = followers * self.stage_count  # backward passes of the followers
+
         # Backward passes between the stage's last forward pass and the end of this chunk.
         closing_passes = self.in_flight[stage] - passes_after
         after_closing_s = self.last_forward_end_s[stage] + closing_passes * backward_s

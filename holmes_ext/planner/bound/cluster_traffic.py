@@ -30,7 +30,7 @@ class ClusterTraffic:
         cluster_ranks: Sequence[int],
         ring_bits: float,
     ):
-        """Describe the job and the clusters whose traffic seconds() bounds.
+        """Prepare lower bounds on the time that a job's traffic between clusters takes in a step.
 
         Args:
             network: Clusters, and the links between them.
@@ -61,6 +61,7 @@ class ClusterTraffic:
         if not self.network.wan or len(set(self.cluster_ranks)) > 1:
             return 0.0
         cluster_ranks = self.cluster_ranks[0]
+
         # Either a stage has the ranks of whole clusters, or a cluster has the ranks of
         # several whole stages. Otherwise plans may have no groups of whole clusters: no bound.
         stage_fills_clusters = self.stage_ranks % cluster_ranks == 0
@@ -68,6 +69,7 @@ class ClusterTraffic:
         if not stage_fills_clusters and not stages_fill_cluster:
             return 0.0
         links: BestLinks = self.network.remember("best links", lambda: best_links(self.network))
+
         # A group has at least the clusters that a stage fills.
         least_group = max(1, self.stage_ranks // cluster_ranks)
         return min(
@@ -118,11 +120,13 @@ class ClusterTraffic:
         group_share = group_size / self.cluster_count  # of the stages, and so of the gradients
         _, block, _ = job.layers
         group_ranks = shape.data * shape.context  # of a data parallel group
+
         # Experts' gradients are summed in smaller groups. These may lie inside a cluster. So with
         # experts no traffic between clusters is certain: 0 bits.
         gradient_bits = 0.0
         if not block.expert_parameters:
             gradient_bits = 8 * shape.tensor * job.total_bytes
+
         # SHARES: kind of compression -> bytes sent for each byte
         gradient_bits *= (1 - 1 / group_ranks) * SHARES[self.prices.rules.compress]
         # Any algorithm: some group has at least an equal share of the model's gradients. Each of
@@ -130,6 +134,7 @@ class ClusterTraffic:
         fastest_into_bps = links.into_bps[peers - 1]  # of each cluster, fastest first
         into_bps = fastest_into_bps[group_size - 1]
         sums_s = gradient_bits * group_share / into_bps
+
         # Ring: of g clusters, it sends 2 (g - 1) / g of the group's gradients over each link. A
         # ring contains a tree of g - 1 links. The slowest link of any such tree is no faster than
         # the (g - 1)-th fastest link of the maximum spanning tree.
@@ -157,6 +162,7 @@ class ClusterTraffic:
             8 * shape.micro_batches * self.prices.job.block.activation_bytes / shape.tensor
         )
         activation_bits *= self.prices.job.compressed_share(self.prices.rules.compression)
+
         # A chain of k clusters has k - 1 links, so g chains have cluster_count - g links in all.
         # They form no cycle. Of n links without a cycle, the slowest is no faster than the n-th
         # fastest link of the maximum spanning tree: tree_bps[n - 1].

@@ -49,7 +49,7 @@ class SharedHop(NamedTuple):
     beside_first: tuple[int, ...] = ()
 
     def blocks(self, seconds: float) -> float:
-        """Return the number of blocks (layers) whose gradients the link carries in `seconds`.
+        """Return how many layers (blocks) have gradients that this link can carry in `seconds`.
 
         The number may be a fraction. It is negative if the time is too short for embedding and
         output layer.
@@ -132,11 +132,13 @@ def shared_hops(bounds: StageBounds) -> list[SharedHop]:
     for stage in range(bounds.stage_count):
         for hop, seconds in _hop_byte_s(bounds, stage).items():
             byte_s[hop][stage] = seconds
+
     # A stage may need 0 seconds, such as under ZeRO 2 and 3: it does not sum once a step. Then the
     # link sets no limit.
     candidates = [
         _shared_hop(bounds, by_stage) for by_stage in byte_s.values() if min(by_stage.values()) > 0
     ]
+
     # The slowest link needs most seconds for another layer on each of its stages.
     chosen: list[SharedHop] = []
     for candidate in sorted(candidates, key=lambda hop: -len(hop.stages) * hop.block_s):
@@ -146,11 +148,11 @@ def shared_hops(bounds: StageBounds) -> list[SharedHop]:
 
 
 def _shared_hop(bounds: StageBounds, byte_s: dict[int, float]) -> SharedHop:
-    """Return the seconds for which a stage's gradients occupy a link between clusters.
+    """Return the least seconds for which the gradients of its stages occupy a link between clusters.
 
-    `block_s` is for a transformer layer, on the stage that sends least over the link for it: a lower
-    bound for all stages. `ends_s` is for the embedding, if the first stage uses the link, and for the
-    output layer, if the last stage does.
+    The result's `block_s` is for the gradients of a transformer layer, on the stage that sends
+    least over the link for it: a lower bound for all stages. `ends_s` is for the embedding, if the
+    first stage uses the link, and for the output layer, if the last stage does.
 
     Args:
         bounds: Lower bounds on the work of the stages.
@@ -161,10 +163,13 @@ def _shared_hop(bounds: StageBounds, byte_s: dict[int, float]) -> SharedHop:
     embedding_bytes, block_bytes, output_bytes = bounds.prices.job.reduced_bytes
     first_byte_s = byte_s.get(0, 0.0)
     last_byte_s = byte_s.get(bounds.stage_count - 1, 0.0)
-    nodes = bounds.placement.stages  # of each stage: node types and the ranks on each
+
+    # On the stage with the least traffic for a byte: a lower bound for all stages.
+    block_s = min(byte_s.values()) * block_bytes
     # Stages like stage 0. Only between equal reductions is the hop shared fairly, and stages on
     # equal nodes may reduce in different ways (ring, hierarchical): then their traffic for each
     # byte differs.
+    nodes = bounds.placement.stages  # of each stage: node types and the ranks on each
     beside_first = [
         stage
         for stage, seconds in byte_s.items()
@@ -172,8 +177,7 @@ def _shared_hop(bounds: StageBounds, byte_s: dict[int, float]) -> SharedHop:
     ]
     return SharedHop(
         stages=tuple(byte_s),
-        block_s=min(byte_s.values())
-        * block_bytes,  # on the stage with least traffic: a lower bound
+        block_s=block_s,
         ends_s=first_byte_s * embedding_bytes + last_byte_s * output_bytes,
         embedding_s=first_byte_s * embedding_bytes,
         beside_first=tuple(beside_first),
@@ -181,11 +185,11 @@ def _shared_hop(bounds: StageBounds, byte_s: dict[int, float]) -> SharedHop:
 
 
 def _hop_byte_s(bounds: StageBounds, stage: int) -> dict[Hop, float]:
-    """Return the links that a stage's gradient reduction uses: {link: seconds for a byte}.
+    """Return the links that a stage's gradient reduction uses: link -> seconds that it is busy for a byte.
 
     Only links between clusters count. A link (Hop) connects two clusters, or a cluster to the WAN
-    (uplink). The seconds say how long the link is busy for each byte of the stage's gradients. The
-    result is empty if the route depends on the number of bytes, because it is not known yet.
+    (uplink). The result is empty if the route depends on the number of bytes, because that number
+    is not known yet.
 
     Args:
         bounds: Lower bounds on the work of the stages.
@@ -216,7 +220,7 @@ def blocks_at_most(
     seconds: Sequence[float],
     first_s: float = inf,
 ) -> float:
-    """Return how many layers (blocks) all stages together can have if the links are to be in time.
+    """Return the most layers (blocks) whose gradients the links between clusters can carry in time.
 
     Each link must carry the gradients of the stages that use it. The memory alone would allow the sum
     of `max_layers`. For each link, the layers of its stages for whose gradients it has no time are

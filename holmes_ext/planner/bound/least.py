@@ -51,7 +51,7 @@ ALMOST_ALL = 1 - 1e-9
 
 
 class _Ways(NamedTuple):
-    """Least seconds of a micro-batch on all stages except a given stage.
+    """Least seconds that a micro-batch spends on all pipeline stages except a given stage.
 
     "Before" means earlier stages, "behind" later stages. The way down goes forward from the first
     stage to the given stage, the way up goes backward. _ways_with() makes this record.
@@ -116,10 +116,12 @@ class StepLowerBound(PassBounds):
         self.update_intervals = [UpdateInterval(0.0, inf)]
         if not self.has_norm_barrier:
             return
+
         # Seconds of optimizer step and weight gather, linear in the layers of each stage.
         updates = (after.update for after in self.after_backward)
         # Equal stages: ((update, most layers), number of such stages).
         groups = tuple(Counter(zip(updates, self.max_layers)).items())
+
         # All placements of the same shape share this cache.
         cache = self.prices.cached_results
         key = ("update intervals", groups)
@@ -159,10 +161,10 @@ class StepLowerBound(PassBounds):
         return low
 
     def _simple_bound_s(self) -> float:
-        """Return a lower bound on the step time that needs no bisection, in seconds.
+        """Return a quick lower bound on the step time, in seconds: the larger of two simple bounds.
 
-        All micro-batches make round trips through the pipeline, and the first stage's reduction and
-        update follow; or the busiest NIC sends all messages.
+        First, all micro-batches make round trips through the pipeline; then the first stage reduces
+        its gradients and updates its weights. Second, the busiest NIC sends all its messages.
         """
         # A micro-batch's passes on all stages, with the split that computes fastest, and the stage
         # links there and back.
@@ -172,10 +174,12 @@ class StepLowerBound(PassBounds):
         # trip.
         further_rounds = (self.micro_batches - 1) // max(self.warm_up)
         in_rounds_s = (further_rounds + 1) * round_trip_s
+
         # The activations follow each other over the slowest stage link.
         interval_s = max(self.interval_s, default=0.0)
         one_by_one_s = round_trip_s + (self.micro_batches - 1) * interval_s
         passes_s = max(in_rounds_s, one_by_one_s)
+
         # The activations and gradients of all micro-batches, through the NIC of a single stage.
         nic_s = self.micro_batches * max(self.nic_busy_s)
         # The first stage's end follows the last gradient's arrival. The NIC may be that of another
@@ -200,9 +204,9 @@ class StepLowerBound(PassBounds):
         return min(self._after_last_backward_s(0, layers, update_s) for layers in choices)
 
     def _least_work_s(self, max_layers: Sequence[int], backward_from: int = 0) -> float:
-        """Return the seconds of a micro-batch on all stages (their sum), with the best split.
+        """Return the least seconds in which a micro-batch passes all stages in sequence.
 
-        A split is the number of layers of each stage.
+        The layers are split over the stages in the best way for this sum.
 
         Args:
             max_layers: For each stage, the largest number of layers that it may have.
@@ -220,6 +224,7 @@ class StepLowerBound(PassBounds):
             )
             both = self.layer_count - forward_only
             return forward_only * self.forward_s[0] + both * self.block_s[0] + extra_s
+
         # Each stage has 1 layer. The remaining layers go to the cheapest stages, as far as memory
         # allows.
         layer_s = [*self.forward_s[:backward_from], *self.block_s[backward_from:]]
@@ -234,10 +239,10 @@ class StepLowerBound(PassBounds):
         return total_s
 
     def _is_possible(self, step_s: float) -> bool:
-        """Return whether some split of the layers may take a step of `step_s` seconds.
+        """Return whether a step of `step_s` seconds contradicts no lower bound, for some split of the layers.
 
-        A step of this length sets a limit on the layers of each stage; all layers must fit these
-        limits.
+        A step of this length sets a limit on the layers of each stage. It is possible if all layers
+        of the model fit these limits.
         """
         return self._layer_limits(step_s, self.update_intervals[0].least_s) is not None
 
@@ -329,9 +334,11 @@ class StepLowerBound(PassBounds):
             remaining_s - (all_links_s - self.links_before_s[max(hop.stages)])
             for hop in self.crossing
         ]
+
         # The first stage's last backward pass begins later by all stage links. After its reduction
         # the tied embedding's reduction and the update must still fit.
         first_stage_s = remaining_s - all_links_s - self.tied_s[0] - update_s
+
         # Most layers (blocks) of all stages whose gradients the links can carry in these times.
         blocks = blocks_at_most(self.crossing, limits, hop_remaining_s, first_stage_s)
         return blocks >= self.layer_count * ALMOST_ALL  # just below 1, for rounding errors
@@ -375,12 +382,12 @@ class StepLowerBound(PassBounds):
         return max(by_passes_s, by_messages_s) + max(stage_end_s, way_up_s)
 
     def _ways_with(self, stage: int, layers: int, layers_before: int) -> _Ways:
-        """Return the least seconds of a micro-batch on all stages but `stage`.
+        """Return the least seconds that a micro-batch spends on all pipeline stages but `stage`.
 
-        `stage` has `layers` layers, each other stage 1. The layers that remain are assumed where
-        they lengthen the step least. On earlier stages they lengthen the way down (forward) and the
-        way up (backward). On later stages they lengthen the round trip from `stage` to the last
-        stage and back.
+        `stage` has `layers` layers, and each other stage has at least 1. The remaining layers are
+        assumed where they lengthen the step least. On earlier stages they lengthen the way down
+        (forward) and the way up (backward). On later stages they lengthen the round trip from
+        `stage` to the last stage and back.
 
         Args:
             stage: The stage.
@@ -477,6 +484,7 @@ class StepLowerBound(PassBounds):
             # The first micro-batch passes all stages down, and those from `stage` on also up.
             first_returns_s = self._least_work_s(limits, backward_from=stage)
             starts_s.append(first_returns_s + start.fixed_s + start.block_s * layers)
+
         # All activations also pass the slowest stage link in sequence, on their way down.
         intervals_s = (self.micro_batches - 1) * max(self.interval_s, default=0.0)
         down_work_s = self._least_work_s(limits, backward_from=self.stage_count)

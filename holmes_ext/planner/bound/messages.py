@@ -38,14 +38,14 @@ NO_MESSAGE = Message(
 
 
 class SlowestPipeline(NamedTuple):
-    """Pipeline whose messages take longest."""
+    """Pipeline (the ranks with the same index in every stage) whose messages take longest."""
 
     rank_index: int  # of its rank among the ranks of each stage
     messages: list[Message]  # from each stage to the next; the last stage sends to the first
 
 
 def slowest_messages(prices: Prices, placement: Placement, stage_count: int) -> SlowestPipeline:
-    """Return the pipeline that communicates longest, with its messages.
+    """Find the pipeline whose messages between stages take longest, and return it with these messages.
 
     A pipeline consists of the ranks with the same index in every stage. Pipelines differ if they
     lie on different node types.
@@ -57,25 +57,22 @@ def slowest_messages(prices: Prices, placement: Placement, stage_count: int) -> 
     """
     # Borders are the indices at which the node type changes on some stage; the last border is the
     # end. Between two borders all pipelines are equal, so the first of them represents all.
-    first_indices = placement.borders[:-1]
-    messages_of = {
-        rank_index: [
+    pipelines = []
+    for rank_index in placement.borders[:-1]:
+        messages = [
             _message(prices, placement, stage_count, stage, rank_index)
             for stage in range(stage_count)
         ]
-        for rank_index in first_indices
-    }
-    slowest = max(
-        first_indices,
-        key=lambda rank_index: sum(message.total_s for message in messages_of[rank_index]),
+        pipelines.append(SlowestPipeline(rank_index, messages))
+    return max(
+        pipelines, key=lambda pipeline: sum(message.total_s for message in pipeline.messages)
     )
-    return SlowestPipeline(slowest, messages_of[slowest])
 
 
 def _message(
     prices: Prices, placement: Placement, stage_count: int, stage: int, rank_index: int
 ) -> Message:
-    """Return the message from a stage to the next, computed once for equal nodes.
+    """Return lower bounds on the time of an activation from a stage to the next; equal nodes share them.
 
     Args:
         prices: Times of communication.
@@ -89,9 +86,11 @@ def _message(
     next_stage = (stage + 1) % stage_count
     if next_stage == stage:
         return NO_MESSAGE
+
     # A component is a set of neighbouring stages that share nodes (mostly a single stage).
     nodes_of_components = placement.parts
     stages_per_component = placement.stages_per_component
+
     # Equal keys mean equal nodes on both ends, so placements of a search share the result. The
     # message depends on rank_index, too: a stage may have ranks on nodes of several types.
     key = (
@@ -125,6 +124,7 @@ def _priced_message(
     fold, folded_stages = prices.fold(placement, stage, next_stage)
     stage_link = fold.stage_link(fold.pipeline_class_at(rank_index), *folded_stages)
     message_bytes = prices.job.block.activation_bytes
+
     # A load says how a message uses NICs and links, and its price: latency and seconds for a byte.
     load = network.message(stage_link, prices.link_bps(stage_link.node_types))
     if load.fabric is None:  # both stages are on the same node
@@ -135,9 +135,11 @@ def _priced_message(
         # differ), and it may be compressed.
         compressed_share = prices.job.compressed_share(prices.rules.compression)
         message_bytes *= compressed_share / prices.slices(placement)
+
     # Seconds for the bytes at the rate that a single message reaches (`load.price`: latency, and
     # seconds for each byte). This rate may be below the NIC's own.
     interval_s = message_bytes * load.price.byte_s
+
     # Seconds for which a message occupies a NIC. The NIC's own rate counts here, as it may carry
     # several messages at once.
     message_nic_s = 8 * message_bytes / load.fabric.rate_bps

@@ -71,7 +71,9 @@ def first_equal_cluster(spec: SiteSpec, model: Model, alone: bool = False) -> li
 
 
 def fastest_first(spec: SiteSpec, model: Model, first_equal: Sequence[int]) -> list[int]:
-    """Return the indices of the clusters by network rate and GPU speed, equal clusters together.
+    """Sort the clusters by network rate, then by GPU speed, and return their indices.
+
+    Interchangeable clusters stay together.
 
     Args:
         spec: All clusters.
@@ -80,7 +82,7 @@ def fastest_first(spec: SiteSpec, model: Model, first_equal: Sequence[int]) -> l
     """
 
     def order(index: int) -> tuple[float, ...]:
-        """Return the sort key of a cluster: by network, then by GPUs, then equal clusters together.
+        """Return the key by which clusters are sorted: network rate, GPU speed, first equal cluster.
 
         Args:
             index: Index of the cluster in `spec`.
@@ -156,7 +158,7 @@ def ideal_gpus(site: Site, count: int, model: Model, links: Links) -> tuple[Site
 
 
 def _best_gpu(gpus: Sequence[Gpu]) -> Gpu:
-    """Return a GPU with the best value of each property; 0 bytes or bit/s mean "no limit"."""
+    """Combine GPUs into an ideal GPU with the best value of each property; 0 bytes or bit/s: "no limit"."""
 
     def best(values: Sequence[float]) -> float:
         """Return the largest value; 0 if it is among them, because it means "no limit"."""
@@ -197,7 +199,7 @@ def _on_one_fabric(site: Site, clusters: Mapping[str, str], links: Links) -> Sit
 def of_family(
     spec: SiteSpec, family: Family, count: int, model: Model, links: Links, send_speedup: float
 ) -> tuple[Site, Model]:
-    """Return ideal nodes, as good as any subset of a family, and the model with their GPUs.
+    """Return ideal nodes, at least as good as any subset of a family, and the model with their GPUs.
 
     A family is all subsets of `count` nodes with the given numbers of nodes from the fixed
     clusters. The fixed clusters keep their nodes. The other nodes become an ideal cluster (OPEN)
@@ -221,9 +223,9 @@ def of_family(
     open_count = count - sum(nodes or 0 for nodes in family)
     open_names = [name for cluster in open_clusters for name in cluster.nodes][:open_count]
     open_spec = replace(spec, clusters=tuple(open_clusters))
-    # Fabrics with their measured rates; Ethernet is the first.
-    ethernet, *fast = [links.line(fabric) for fabric in fabrics_of_spec(open_spec)]
 
+    # The networks of the ideal nodes. Fabrics with their measured rates; Ethernet is the first.
+    ethernet, *fast = [links.line(fabric) for fabric in fabrics_of_spec(open_spec)]
     fabrics = site.fabrics
     ports = [Port(ETHERNET, rate_bps=ethernet.rate_bps)]
     fast_bps = max((fabric.rate_bps for fabric in fast), default=0)
@@ -237,6 +239,8 @@ def of_family(
         shared_names = {fabric.name for fabric in fast} & {fabric.name for fabric in site.fabrics}
         ideal_port = Port(OPEN, rate_bps=ideal_bps)
         ports = [ideal_port, *(Port(name) for name in sorted(shared_names)), *ports]
+
+    # The ideal nodes with the best of the GPUs.
     processes = spec.clusters[0].processes
     open_nodes = [Node(name, OPEN, processes, tuple(ports)) for name in open_names]
     open_gpu = _best_gpu([model.gpu_of(cluster.name) for cluster in open_clusters])

@@ -63,7 +63,7 @@ class _Prefix(NamedTuple):
 
     @property
     def clusters(self) -> int:
-        """Number of clusters in all groups of this prefix."""
+        """Number of clusters that this beginning of an order has, in all its groups."""
         return len(self.groups) * self.group_size
 
 
@@ -91,7 +91,7 @@ class OrderBounds:
         bound_of: Callable[[Placement], StepLowerBound],
         ring_bits: float,
     ):
-        """Read the costs of the links between clusters from the lower bounds of sample pipelines.
+        """Estimate the costs of each link between clusters from the lower bounds of some sample pipelines.
 
         A sample pipeline passes all clusters in sequence. The samples are chosen so that
         every pair of clusters appears as neighbours, and also as the first and the last cluster. So
@@ -153,7 +153,7 @@ class OrderBounds:
         return cluster_ranks % stage_ranks == 0
 
     def _read_chain(self, chain: Sequence[int]) -> None:
-        """Store the seconds of messages and work that the bound of a sample pipeline has.
+        """Store the seconds of messages and work that the lower bound of a sample pipeline contains.
 
         Sets, for the clusters a -> b -> ... -> z of the sample: links[a, b], ... (an activation
         between neighbours), tied_s[a, z] (all-reduce of the tied embedding), first_stage_end_s[a]
@@ -167,6 +167,7 @@ class OrderBounds:
         (placement,) = self.orders.placements_of(self.sizes, tuple((cluster,) for cluster in chain))
         bound = self.bound_of(placement)
         stages_per_cluster = bound.stage_count // len(chain)
+
         # Last stages of all clusters but the last cluster: their stage links leave the cluster.
         borders = range(stages_per_cluster - 1, bound.stage_count - 1, stages_per_cluster)
         # interval_s: least seconds between messages that follow each other on the stage link
@@ -175,6 +176,7 @@ class OrderBounds:
         first = chain[0]
         tied_s = bound.tied_s[0]
         self.tied_s[first, chain[-1]] = tied_s
+
         # bound.first_stage_end_s(): least seconds from the first stage's last backward pass to the
         # end of the step. It includes the tied embedding's all-reduce. This part depends on the last
         # cluster, too, so it is subtracted here and stored separately.
@@ -184,6 +186,7 @@ class OrderBounds:
         compute_s = bound.layer_count * min(bound.block_s)
         border_links_s = sum(bound.stage_links_s[stage] for stage in borders)
         inside_links_s = sum(bound.stage_links_s) - border_links_s
+
         # An activation passes each link, and its gradient comes back.
         self.inside_s = min(self.inside_s, compute_s + 2 * inside_links_s)
 
@@ -199,6 +202,7 @@ class OrderBounds:
         bounded = 0  # placements so far
         number = count()
         heap: list[_Prefix] = []
+
         # The empty prefix, for each size of the groups that divides the clusters. (A single group
         # has no order.)
         for group_size in range(1, len(self.clusters)):
@@ -236,16 +240,17 @@ class OrderBounds:
         """
         used = {cluster for group in prefix.groups for cluster in group}
         unused = [cluster for cluster in self.clusters if cluster not in used]
-        first_equal = self.orders.first_equal_type  # equal values for interchangeable clusters
         for group in combinations(unused, prefix.group_size):
-            skips_an_equal_cluster = any(
-                earlier not in group
-                for cluster in group
-                for earlier in unused
-                if earlier < cluster and first_equal[earlier] == first_equal[cluster]
-            )
-            if not skips_an_equal_cluster:
+            skipped = [cluster for cluster in unused if cluster not in group]
+            if not any(self._is_after_equal(cluster, skipped) for cluster in group):
                 yield group
+
+    def _is_after_equal(self, cluster: int, skipped: Sequence[int]) -> bool:
+        """Return whether `skipped` has a cluster that equals `cluster` and comes before it."""
+        first_equal = self.orders.first_equal_type  # equal values for interchangeable clusters
+        return any(
+            first_equal[earlier] == first_equal[cluster] for earlier in skipped if earlier < cluster
+        )
 
     def prefix_bound_s(self, groups: Groups, group_size: int) -> float:
         """Return a lower bound, in seconds, for every order of clusters that begins with `groups`.
@@ -271,22 +276,30 @@ class OrderBounds:
         # A border is the step from one group to the next. Borders to groups that are not chosen yet
         # are open.
         open_borders = len(self.clusters) // group_size - len(groups)
-        chains = [[self.links[pair] for pair in zip(chain, chain[1:])] for chain in zip(*groups)]
+        chains = []  # for each chain, the costs of its links
+        for clusters in zip(*groups):
+            chains.append([self.links[pair] for pair in zip(clusters, clusters[1:])])
+
+        # The way of the first activation, then that of the others over the slowest link.
         chosen_s = max(_chain_s(chain, group_size) for chain in chains)
         one_way_s = chosen_s + open_borders * self._least_link_s(group_size)
+
         # interval_s: seconds between two messages that follow each other on a link
         intervals_s = [link.interval_s for chain in chains for link in chain]
         if open_borders > 0:
             intervals_s.append(self._least_interval_s())
         all_down_s = one_way_s + (self.micro_batches - 1) * max(intervals_s) / group_size
         messages_s = one_way_s + all_down_s
+
         if group_size > 1:  # groups of a single cluster have no reduction between clusters
             reduction_s = self._reduction_s(groups, open_borders, group_size)
             return max(messages_s, all_down_s + reduction_s)
+
         (first,) = groups[0]
         # After the first stage's last backward pass: its reduction and update, and the all-reduce
         # of an embedding tied between first and last stage.
         end_s = self.first_stage_end_s[first] + self._least_tied_s(groups, open_borders)
+
         # inside_s: least seconds of a micro-batch's passes, and messages, inside the clusters
         return self.inside_s + messages_s + end_s
 
@@ -295,7 +308,7 @@ class OrderBounds:
         return min(link.interval_s for link in self.links.values())
 
     def _least_link_s(self, group_size: int) -> float:
-        """Return the least seconds of 1 / group_size of an activation on any link between clusters.
+        """Return the least seconds for 1 / group_size of an activation, on any link between clusters.
 
         A message takes latency and the time of its bytes. The least total time and the least time
         of the bytes are taken from all links, each by itself. They may belong to two different
@@ -337,29 +350,32 @@ class OrderBounds:
                 between groups that is still open.) The best possible ring is assumed for them.
             group_size: Number of clusters in each group.
         """
-        # A ring around the clusters of a group is as fast as its slowest link.
         peers = group_size - 1
-        rings_bps = (
-            min(self.rates_bps[pair] for pair in zip(group, (*group[1:], group[0])))
-            for group in groups
-        )
+        # A ring around the clusters of a group is as fast as its slowest link.
+        rings_bps = []
+        for group in groups:
+            next_in_ring = (*group[1:], group[0])
+            rings_bps.append(min(self.rates_bps[link] for link in zip(group, next_in_ring)))
+
         # A group that is not chosen yet: a ring around its clusters contains a tree of `peers`
         # links, and its rate is that of the slowest link. tree_bps are the links of the maximum
         # spanning tree of all clusters, fastest first. In every tree of n links, the slowest is no
         # faster than the n-th of these: tree_bps[n - 1], here n = peers.
         open_rings_bps = open_borders * self.tree_bps[peers - 1]
         total_bps = sum(rings_bps) + open_rings_bps
+
         # A ring all-reduce among g clusters sends 2 (g - 1) / g of the bytes over each link.
         return self.ring_bits * 2 * peers / group_size / total_bps
 
 
 def _chain_s(links: Sequence[_ClusterLink], group_size: int) -> float:
-    """Return the seconds of an activation over the links of a chain, in sequence.
+    """Return the seconds in which a part of an activation passes several links, one after the other.
 
-    A chain carries 1 / group_size of each micro-batch. The times of a link are for a whole activation:
-    `total_s` is its latency and the time of the bytes, `interval_s` the time of the bytes alone.
-    Example: of 5 ms in total, 4 ms are for the bytes. With two clusters in a group, half of the
-    bytes go over this chain, and the activation takes 3 ms.
+    The links are those of a chain: it carries 1 / group_size of each micro-batch. The times of a
+    link are for a whole activation: `total_s` is its latency and the time of the bytes,
+    `interval_s` the time of the bytes alone. Example: of 5 ms in total, 4 ms are for the bytes.
+    With two clusters in a group, half of the bytes go over this chain, and the activation takes 3
+    ms.
     """
     saved_share = 1 - 1 / group_size  # of the bytes: these go over other chains
     return sum(link.total_s - link.interval_s * saved_share for link in links)

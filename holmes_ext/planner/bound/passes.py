@@ -37,7 +37,10 @@ class PassTimes(NamedTuple):
     rounds: int  # most rounds of u micro-batches after the first micro-batch: (m - 1) // u
 
     def seconds(self, round_trip_s: float) -> float:
-        """Return the least seconds of all passes if a round trip takes `round_trip_s` seconds."""
+        """Return the least seconds of all passes of a stage, if a round trip takes `round_trip_s` seconds.
+
+        A round trip is the way of a micro-batch through all later stages and back.
+        """
         one_trip = self.one_trip_s + round_trip_s
         two_trips = self.two_trips_s + 2 * round_trip_s
         many_trips = self.many_trips_s + (self.rounds + 1) * round_trip_s
@@ -48,7 +51,7 @@ class PassBounds(StageBounds):
     """Lower bounds on the time of every stage's passes under 1F1B, for any number of layers."""
 
     def _sum_along_pipeline(self) -> None:
-        """Set the least seconds of a micro-batch before and behind each stage.
+        """Set the least seconds that a micro-batch spends before and behind each stage of the pipeline.
 
         They become attributes of this object: lists by stage, with 1 layer on every stage. Down
         is the way of an activation from the first stage to the last, up that of its gradient back.
@@ -82,6 +85,7 @@ class PassBounds(StageBounds):
         #: (up).
         self.layer_down_s = list(accumulate(self.forward_s, min, initial=inf))
         self.layer_up_s = list(accumulate(self.backward_s, min, initial=inf))
+
         # Item n: the least over the last n stages. Stage s has stage_count - 1 - s stages behind.
         least_of_last_s = list(accumulate(reversed(self.block_s), min, initial=inf))
         #: Least seconds that another layer on the stages behind adds to the round trip.
@@ -94,12 +98,12 @@ class PassBounds(StageBounds):
         self.pass_times: list[dict[int, PassTimes]] = [{} for _ in stages]
 
     def _flow_ends(self) -> list[float]:
-        """Return, for each stage, the earliest end of its last backward pass, without its layers.
+        """Return the earliest end of each stage's last backward pass, in seconds of the step.
 
-        All activations pass the slowest stage link in sequence, `interval_s` seconds apart. Then the
-        gradient of the last activation comes back from the last stage to this stage. How many layers
-        this stage has in its last backward pass is not known, so their time is not included: the
-        caller adds it. The result is in seconds from the step's start.
+        All activations pass the slowest stage link in sequence, `interval_s` seconds apart. Then
+        the gradient of the last activation comes back from the last stage to this stage. How many
+        layers this stage has in its last backward pass is not known, so the result does not include
+        their time: the caller adds it.
         """
         # down_s[-1], up_s[-1], links_before_s[-1]: sums over all stages, with 1 layer on each.
         further_layers = self.layer_count - self.stage_count  # besides 1 on each stage
@@ -111,6 +115,7 @@ class PassBounds(StageBounds):
             + self.links_before_s[-1]
             + self.up_s[-1]
         )
+
         # The gradient reaches a stage earlier than it leaves the first stage. Subtract the way in
         # between: links and backward passes (up_s) of the stages before. Also subtract the backward
         # pass of this stage's single layer, as the caller adds those of all its layers.
@@ -123,11 +128,11 @@ class PassBounds(StageBounds):
         ]
 
     def _blocked_up_s(self, stage: int) -> float:
-        """Return the seconds for which sending a gradient to the stage before blocks a stage."""
+        """Return the seconds for which sending a gradient to the previous stage blocks a stage's passes."""
         return self.sender_blocked_s[stage - 1] if stage else 0.0
 
     def _blocked_both_s(self, stage: int) -> float:
-        """Return the seconds for which sending an activation and a gradient blocks a stage."""
+        """Return the seconds for which sending an activation and a gradient blocks a stage's passes."""
         blocked_down_s = 0.0
         if stage < self.stage_count - 1:
             blocked_down_s = self.sender_blocked_s[stage]
@@ -161,6 +166,7 @@ class PassBounds(StageBounds):
         blocked_both_s = self._blocked_both_s(stage)
         forward_s = layers * self.forward_s[stage] + self.extra_forward_s[stage]
         pair_s = layers * self.block_s[stage] + self.extra_s[stage]  # a forward and a backward pass
+
         # A single round trip: the first backward pass waits for that of the first micro-batch.
         # Meanwhile the stage computes only warm_up - 1 forward passes: the trip hides them. The terms:
         #   all passes
@@ -210,12 +216,14 @@ class PassBounds(StageBounds):
         warm_up = self.warm_up[stage]
         if not self.async_stage_links or costs.room_bytes[stage] == inf:
             return warm_up
+
         # Bytes of a micro-batch's activations, and of weights, gradients and optimizer.
         kept_bytes = self._stage_bytes(stage, layers, costs.kept_bytes)
         if not kept_bytes:
             return warm_up
         state_bytes = self._stage_bytes(stage, layers, costs.state_bytes)
         free_bytes = costs.room_bytes[stage] - state_bytes
+
         # ROUNDING: a quotient just below a whole number counts as that number, so the bound stays
         # valid.
         fitting = floor(free_bytes / kept_bytes * (1 + ROUNDING))

@@ -59,7 +59,7 @@ class ShapeBound:
 
     @property
     def seconds(self) -> float:
-        """Lower bound on the step, in seconds; inf if the memory cannot hold the layers."""
+        """Lower bound on the step time of the shape, in seconds; inf if the memory cannot hold the layers."""
         return max(self.computing_s(), self.crossing_s())
 
     def computing_s(self) -> float:
@@ -103,10 +103,12 @@ class ShapeBound:
         layers = self.job.blocks
         micro_batches = self.shape.micro_batches
         warm_up = self._largest_warm_up()  # micro-batches begun before the first backward pass
+
         # Seconds in which all stages together compute a micro-batch, if none is idle. Each node
         # type computes count / both_s blocks in a second.
         blocks_per_s = sum(count / block.both_s for count, block in zip(stage_counts, times))
         micro_batch_s = layers / blocks_per_s
+
         # A round trip: a micro-batch passes all stages and links, forward and back.
         links = self.shape.pipeline - 1
         link_s = self.stage_link_s()
@@ -119,14 +121,17 @@ class ShapeBound:
         # except those forward passes that stages can compute during the trip.
         micro_batches_outside_trip = self._passes_outside_trip(times, warm_up)
         with_round_trip_s = round_trip_s + micro_batches_outside_trip * micro_batch_s
+
         # Bound 3: a stage has at most warm_up micro-batches under way, so each round of that many
         # takes a round trip.
         rounds = (micro_batches - 1) // warm_up + 1
         in_rounds_s = rounds * round_trip_s
+
         # Bound 4: all activations pass a stage link in sequence.
         hides_links = self.prices.hide_stage_links
         link_interval_s = self.stage_link_s(latency=False) if hides_links else link_s
         messages_s = micro_batches * link_interval_s
+
         # Bound 5: passes and gradient reduction of the last stage to end.
         with_reduction_s = self._with_reduction_s(
             stage_counts, times, reductions_s, warm_up, link_s
@@ -146,7 +151,7 @@ class ShapeBound:
         return min(self.shape.pipeline, micro_batches)
 
     def _passes_outside_trip(self, times: Sequence[_BlockTimes], warm_up: int) -> float:
-        """Return the least work of a stage outside the first round trip, in micro-batches.
+        """Return the least work of a stage outside the first round trip, as a number of micro-batches.
 
         The first micro-batch goes through all stages and back: the round trip. Meanwhile a stage
         can compute only the forward passes of the next warm_up - 1 micro-batches. A forward pass is
@@ -233,24 +238,31 @@ class ShapeBound:
         stages = self.shape.pipeline
         link_s = self.stage_link_s()
         stage_blocks = self.job.blocks / stages
+
+        # Bound 1, computation.
         slowest_block_s = max(block.both_s for block in times)
         slowest_stage_s = slowest_block_s * self.job.blocks / stages
         slowest_stages = sum(
             count for count, block in zip(stage_counts, times) if block.both_s == slowest_block_s
         )
+
         # The last of the slowest stages computes all micro-batches. Before that the first
         # micro-batch passes a chunk of each other slowest stage forward, and after that the last
         # micro-batch passes them backward. Both use the stage links in between.
         others = max(0.0, slowest_stages - 1)
         passes_of_others = others / chunks  # in passes of a whole stage
         compute_s = slowest_stage_s * (micro_batches + passes_of_others) + 2 * others * link_s
-        # At most two stage links at each border between clusters leave a cluster. If there are many
-        # more, two neighbouring stage links are inside a cluster and share its NICs.
+
+        # Bound 2, messages. At most two stage links at each border between clusters leave a cluster.
+        # If there are many more, two neighbouring stage links are inside a cluster and share its
+        # NICs.
         borders = len(stage_counts) - 1
         links_on_nic = 2 if (stages - 1) // 2 > 2 * borders else 1
         messages_s = micro_batches * chunks * links_on_nic * link_s
-        # The gradients of the last chunk are reduced first: when its last backward pass begins, all
-        # forward passes have ended, and all backward passes but the `passes_behind` that follow.
+
+        # Bound 3, passes and reduction. The gradients of the last chunk are reduced first: when its
+        # last backward pass begins, all forward passes have ended, and all backward passes but the
+        # `passes_behind` that follow.
         backward_s = min(block.both_s - block.forward_s for block in times)
         forward_s = micro_batches * min(block.forward_s for block in times)
         passes_behind = (stages * (chunks - 1) + 1) / chunks  # in passes of a whole stage
@@ -259,9 +271,9 @@ class ShapeBound:
         return max(compute_s, messages_s, with_reduction_s)
 
     def _block_times(self, node_type: int) -> _BlockTimes:
-        """Return the times of a transformer layer (block) of a stage inside a cluster.
+        """Return the times of a transformer layer (block) on a pipeline stage that lies inside a cluster.
 
-        They include the tensor, context and expert parallel collectives of the layer.
+        The times include the layer's tensor, context and expert parallel collectives.
 
         Args:
             node_type: Number of the cluster (the network numbers node types; here each is a cluster).
@@ -272,9 +284,9 @@ class ShapeBound:
         def collective_s() -> float:
             """Return the seconds of a block's tensor, context and expert parallel collectives.
 
-            Forward and backward pass together. They depend on the nodes of a single stage. So they
-            are priced on the smallest placement with a stage of `stage_ranks` ranks in the cluster
-            `node_type`: this stage alone, or the stages that share its node.
+            Forward and backward pass together. The seconds depend on the nodes of a single stage.
+            So they are priced on the smallest placement with a stage of `stage_ranks` ranks in the
+            cluster `node_type`: this stage alone, or the stages that share its node.
             """
             processes = self.network.widths[node_type]
             stages = max(1, processes // self.stage_ranks)
@@ -332,6 +344,7 @@ class ShapeBound:
         if self.shape.pipeline == 1 or self._stages_may_share_node():
             return 0.0
         message_bytes = self.job.block.activation_bytes
+
         # Over Ethernet, each tensor parallel rank sends a slice of the message, as all of them
         # have the same activation. It may be compressed, too.
         # The number of slices depends on the parallel sizes only: a placement without nodes will do.
@@ -339,6 +352,7 @@ class ShapeBound:
         slices = self.prices.slices(without_nodes)
         ethernet_share = self.job.compressed_share(self.prices.rules.compression) / slices
         key = ("stage_link", message_bytes, ethernet_share, latency)
+
         # remember(): computed once for each key
         return self.network.remember(
             key, lambda: self._fastest_send_s(message_bytes, ethernet_share, latency)
@@ -355,13 +369,14 @@ class ShapeBound:
             return True
         pipeline_ranks = self.shape.pipeline * self.shape.tensor * self.shape.context
         holds_whole_pipelines = all(ranks % pipeline_ranks == 0 for ranks in self.ranks)
-        splits_nodes = any(
-            ranks // self.shape.pipeline % width for ranks, width in zip(self.ranks, widths)
-        )
-        return holds_whole_pipelines and splits_nodes
+        if not holds_whole_pipelines:
+            return False
+        # Then a stage may have an equal part of its ranks on each cluster.
+        ranks_of_a_stage = [ranks // self.shape.pipeline for ranks in self.ranks]
+        return any(ranks % width for ranks, width in zip(ranks_of_a_stage, widths))
 
     def _fastest_send_s(self, message_bytes: float, ethernet_share: float, latency: bool) -> float:
-        """Return the least seconds in which all ranks of a node send a message to the next stage.
+        """Return the least seconds in which all ranks of a node send an activation to the next stage.
 
         Each rank sends a message. The fastest network counts. Over Ethernet, tensor parallel ranks do
         not all send the same activation: each sends a slice of it, possibly compressed. Over fast
@@ -424,7 +439,7 @@ class ShapeBound:
             return self._ring_byte_s(fabric, ranks, rings_on_node)
 
         def least_byte_s() -> float:
-            """Return the seconds for a byte of gradients in the faster ring: inside or across clusters."""
+            """Return the seconds for each byte of gradients in the faster ring: inside or across clusters."""
             ranks_inside = max(1, group_ranks // len(node_types))
             inside_s = ring_byte_s(network.fabric([node_type]), ranks_inside)
             across_s = ring_byte_s(network.fabric(node_types), group_ranks)

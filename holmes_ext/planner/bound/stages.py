@@ -61,7 +61,7 @@ class StageBounds:
     """Lower bounds on the work of every stage of a placement (lists: an entry for each stage)."""
 
     def __init__(self, prices: Prices, placement: Placement, costs: StageCosts, run: Execution):
-        """Read the compute times and the memory limits.
+        """Read the compute times and the memory limits of a placement's pipeline stages.
 
         Args:
             prices: Times of computation and communication for the parallel sizes.
@@ -86,7 +86,7 @@ class StageBounds:
         self.max_layers = self._max_layers()
 
     def _max_layers(self) -> list[int]:
-        """Return how many layers fit the memory of each stage (no memory limit: all layers)."""
+        """Return how many layers fit the memory of each stage; all layers without a memory limit."""
         # Bytes of a layer, and of embedding or output layer. room_bytes: memory of a GPU for them.
         block_bytes, extra_bytes = _block_and_extra(self.costs.memory)
         result = []
@@ -102,11 +102,11 @@ class StageBounds:
         return all(layers <= most for layers, most in zip(split, self.max_layers))
 
     def bound_communication(self) -> None:
-        """Set the lower bounds on messages, reductions and the work after the last backward pass.
+        """Compute lower bounds on the stages' messages, gradient reductions and weight updates.
 
-        They become attributes of this object: lists with an entry for each stage, or for each stage
-        but the last (messages to the next stage). Two flags that the bounds on the step need are
-        set, too: is_homogeneous and has_norm_barrier.
+        The results become attributes of this object: lists with an entry for each stage, or for
+        each stage but the last (messages to the next stage). Two flags that the bounds on the step
+        need are set, too: is_homogeneous and has_norm_barrier.
         """
         self._bound_messages()
         self._bound_reductions()
@@ -121,7 +121,7 @@ class StageBounds:
             self.tied_s[0] = self.tied_s[-1] = self._tied_all_reduce_s()
 
     def _bound_messages(self) -> None:
-        """Set the lower bounds on the messages between stages."""
+        """Compute lower bounds on the times of the messages between stages, as attributes."""
         #: Sends do not block, and stages begin so many micro-batches that passes hide the messages.
         self.async_stage_links = self.costs.link_load_s is not None
         #: Index, among the ranks of a stage, of the ranks whose pipeline has the slowest messages.
@@ -135,6 +135,7 @@ class StageBounds:
         self.stage_links_s = [message.total_s for message in to_next_stage]
         #: Seconds between messages that follow each other on the link to the next stage.
         self.interval_s = [message.interval_s for message in to_next_stage]
+
         # POSTED: the framework itself sends without waiting for the receiver.
         sends_block = not self.async_stage_links and self.run.engine.sends != POSTED
         #: Seconds for which a send blocks the stage.
@@ -153,7 +154,7 @@ class StageBounds:
             self.shared_nic_busy_s.append(busy_s if is_shared else 0.0)
 
     def _bound_reductions(self) -> None:
-        """Set the lower bounds on the work after the last backward pass, and the stages of each node."""
+        """Compute lower bounds on each stage's work after its last backward pass, as attributes."""
         # ZeRO 1: some engines reduce-scatter the gradients (half the traffic), others all-reduce them.
         zero_1_share = REDUCE_SCATTER_SHARE if self.run.engine.scatters else 1.0
         share_of_zero = (1.0, zero_1_share, 0.0, 0.0)  # ZeRO 2 and 3 sum after each micro-batch
@@ -335,7 +336,7 @@ class StageBounds:
         return LinearCost(block_s, fixed_s)
 
     def _reduction_price(self, reduction: PricedReduction, ring: Price) -> Price:
-        """Return the least latency and seconds a byte of summing a stage's gradients in a step.
+        """Return the least latency, and seconds for each byte, of summing a stage's gradients.
 
         Both together are a price. A hierarchical reduction costs the slower of its parts. ZeRO 1
         costs `ring`, or half of it if each rank gets its shard only. ZeRO 2 and 3 cost nothing
@@ -488,7 +489,7 @@ class StageBounds:
 
 
 def _block_and_extra(rows: Rows) -> tuple[list[float], list[float]]:
-    """Return two lists by stage: the cost of a block, and of embedding or output layer there.
+    """Return two lists of costs by stage: of a transformer block, and of embedding or output layer.
 
     Args:
         rows: For each stage the costs of (embedding, block, output layer).

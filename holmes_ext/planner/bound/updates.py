@@ -32,7 +32,7 @@ class LinearCost(NamedTuple):
     fixed_s: float  # once, whatever the number of layers
 
     def layers_below(self, limit_s: float, max_layers: int) -> int:
-        """Return the largest number of layers, up to `max_layers`, that takes less than `limit_s`."""
+        """Return the most layers, up to `max_layers`, whose cost stays below `limit_s` seconds."""
         if limit_s == inf or not self.block_s:
             return max_layers
         layers = ceil((limit_s - self.fixed_s) / self.block_s * (1 - ROUNDING)) - 1

@@ -81,7 +81,7 @@ def _report(current: Session) -> int:
 
 
 def _agree(current: Session, status: int) -> int:
-    """Return the status of rank 0 on all ranks.
+    """Send rank 0's exit status to all ranks of the job, and return it.
 
     The rank that hosts the store returns when all ranks have the status, or after _ALL_S seconds.
 

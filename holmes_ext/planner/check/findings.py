@@ -72,7 +72,7 @@ class Findings:
 
 
 def find(current: Session) -> Findings:
-    """Return the facts about a job whose ranks have agreed on a plan."""
+    """Collect the facts about a started job for --holmes-check, after its ranks have agreed on a plan."""
     plan = current.plan
     layers = _layers_of_stages(current)
     return Findings(
@@ -114,7 +114,7 @@ def _placed_nodes(plan: Plan, layers: tuple[int, ...]) -> Iterable[PlacedNodes]:
 
 
 def _role(plan: Plan, node: str) -> tuple[str, range]:
-    """Return the cluster of a node and its pipeline stages."""
+    """Return the cluster that a node belongs to, and the pipeline stages that its ranks hold."""
     return plan.cluster_of[node], _stages_of(plan, node)
 
 
@@ -129,7 +129,7 @@ def _stages_of(plan: Plan, node: str) -> range:
 
 
 def _one_item(plan: Plan, nodes: list[str], layers: tuple[int, ...]) -> PlacedNodes:
-    """Return the item for neighbouring nodes with the same cluster and stages."""
+    """Merge neighbouring nodes with the same cluster and pipeline stages into an item of the report."""
     first_rank = plan.first_rank(nodes[0])
     last_rank = plan.first_rank(nodes[-1]) + plan.processes_on(nodes[-1]) - 1
     stages = _stages_of(plan, nodes[0])
@@ -171,7 +171,7 @@ def _group_networks(plan: Plan) -> Iterable[GroupsOnNetwork]:
 
 
 def _network(plan: Plan, ranks: tuple[int, ...], network_api: str) -> str:
-    """Return the name of the network that a group uses through NCCL or gloo."""
+    """Return the name of the network over which a process group communicates through NCCL or gloo."""
     fabric = plan.fabric_of(ranks, network_api)
     return _MEMORY if fabric is None else fabric.name
 

@@ -84,6 +84,7 @@ def predict(current: Session, words: Sequence[str]) -> Prediction:
     if job.model is None:
         return Prediction(missing=_MODEL_IS_MISSING, lines=job.lines)
     sizes = current.plan.sizes or Sizes().complete(current.plan.world_size)
+
     # The job has its own options, and sizes that --holmes-sizes or a plan file may have given.
     job = replace(job, options=current.options, engine=current.engine, sizes=sizes)
     network = Network(current.site, Links.of_spec(spec))

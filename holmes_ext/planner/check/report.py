@@ -64,7 +64,7 @@ def show(value: str, findings: Findings, prediction: Prediction) -> None:
 
 
 def document(findings: Findings, prediction: Prediction) -> dict[str, Any]:
-    """Return the report as values for JSON."""
+    """Return the report of --holmes-check as a dictionary that can be written as JSON."""
     return {
         "status": findings.status,
         "problems": list(findings.problems),
@@ -107,13 +107,13 @@ def _print_text(screen: Screen, findings: Findings, prediction: Prediction) -> N
 
 
 def _rate_cells(rate: NetworkRate) -> tuple[str, str, str, str]:
-    """Return the row of a network in the table of rates."""
+    """Return the texts for the row of a network, or of a link between clusters, in the table of rates."""
     rate_text = format_rate(rate.rate_bps) if rate.rate_bps else "no limit"
     return rate.name, rate.kind, rate_text, format_seconds(rate.latency_s)
 
 
 def _print_prediction(screen: Screen, prediction: Prediction, clusters: Sequence[str]) -> None:
-    """Print the predicted steps and what would help more, or what the prediction lacks."""
+    """Print the predicted step times and faster settings, or why there is no prediction."""
     for line in prediction.lines:
         screen.line(line, "dim")
     if prediction.missing:
@@ -137,7 +137,7 @@ def _print_prediction(screen: Screen, prediction: Prediction, clusters: Sequence
 
 
 def _answer(prediction: Prediction) -> str:
-    """Return the predicted steps with holmes and without it, and whether holmes helps the job."""
+    """Say how long a step is predicted to take with holmes and without it, and whether holmes helps."""
     step = f"{prediction.step_s:.4g} s"
     stock = f"{prediction.stock_s:.4g} s"
     ratio = prediction.stock_s / prediction.step_s

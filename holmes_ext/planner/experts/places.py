@@ -14,6 +14,7 @@ total cost crosses clusters least (over slow links least of all), and then cross
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.plan import Plan
@@ -63,6 +64,7 @@ def places_of(plan: Plan) -> Places:
             "the plan has no expert parallelism: give the expert-parallel size (--expert N)"
         )
     size = plan.sizes.expert
+
     # For each expert parallel group, the node of each rank.
     groups_nodes = [
         [plan.node_of(rank) for rank in ranks] for ranks in groups(plan.sizes, "expert")
@@ -75,24 +77,28 @@ def places_of(plan: Plan) -> Places:
         if source != target
     }
     fastest_bps = max(rates_bps.values(), default=1.0)
+
     # [from rank][to rank], as means over the groups: cost, share across clusters, share across
     # nodes.
     far = [[0.0] * size for _ in range(size)]
     crossing = [[0.0] * size for _ in range(size)]
     moving = [[0.0] * size for _ in range(size)]
+    group_count = len(groups_nodes)
     for nodes in groups_nodes:
-        for i, source in enumerate(nodes):
-            for j, target in enumerate(nodes):
-                pair = (plan.cluster_of[source], plan.cluster_of[target])
-                moves = float(source != target)  # to another node
-                crosses = float(pair[0] != pair[1])  # to another cluster
-                # Between clusters 1 on the fastest path, more on slower paths. Inside a cluster
-                # INSIDE: so little that it only decides between placements with equal traffic between
+        for (sender, source), (receiver, target) in product(enumerate(nodes), repeat=2):
+            source_cluster = plan.cluster_of[source]
+            target_cluster = plan.cluster_of[target]
+            if source_cluster != target_cluster:
+                # 1 on the fastest path between clusters, more on slower paths.
+                rate_bps = rates_bps[source_cluster, target_cluster]
+                far[sender][receiver] += fastest_bps / rate_bps / group_count
+                crossing[sender][receiver] += 1 / group_count
+                moving[sender][receiver] += 1 / group_count
+            elif source != target:
+                # So little that it only decides between placements with equal traffic between
                 # clusters.
-                cost = fastest_bps / rates_bps[pair] if crosses else INSIDE * moves
-                far[i][j] += cost / len(groups_nodes)
-                crossing[i][j] += crosses / len(groups_nodes)
-                moving[i][j] += moves / len(groups_nodes)
+                far[sender][receiver] += INSIDE / group_count
+                moving[sender][receiver] += 1 / group_count
     costs = _frozen(far)
     return Places(
         of=_ranks_of_places(costs),
@@ -103,7 +109,7 @@ def places_of(plan: Plan) -> Places:
 
 
 def _frozen(table: list[list[float]]) -> tuple[tuple[float, ...], ...]:
-    """Return a table as tuples, which cannot change."""
+    """Convert a table of lists into tuples, which cannot be changed."""
     return tuple(map(tuple, table))
 
 
@@ -123,7 +129,7 @@ def _first_rank(plan: Plan, cluster: str) -> int:
 
 
 def _ranks_of_places(far: tuple[tuple[float, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Divide the ranks into places, such as nodes: between ranks of a place, a token costs nothing.
+    """Group the ranks between which a token costs nothing, such as the ranks of a node.
 
     All ranks of a place have the same cost to every other rank.
 

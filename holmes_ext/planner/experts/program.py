@@ -79,7 +79,7 @@ class Answer:
 
     @property
     def gap(self) -> float:
-        """Largest fraction of the cost that another placement could save."""
+        """Largest fraction of the cost that another placement of the experts could save."""
         return max(0.0, 1 - self.bound / self.best.cost) if self.best.cost > 0 else 0.0
 
 
@@ -162,7 +162,7 @@ def _libraries() -> tuple[ModuleType, ModuleType, ModuleType]:
 
 
 class _Problem:
-    """Placement problem of a layer.
+    """Placement problem of a mixture-of-experts layer: which experts go to which ranks.
 
     A place is the expert parallel ranks of a node. A region is the list of places (numbers of
     nodes) of a cluster. A slot holds an expert. Dictionaries "rank -> experts" are whole
@@ -170,7 +170,7 @@ class _Problem:
     """
 
     def __init__(self, counts: Counts, places: Places, balance: float):
-        """Compute each expert's load (tokens), and the limits: the most load of nodes and clusters.
+        """Compute each expert's tokens (load), and how many tokens nodes and clusters may get.
 
         A limit is `balance` times the mean load of as many experts, or the load that EPLB puts there
         if that is more. A place is a node's ranks; a region is the places of a cluster.
@@ -213,7 +213,7 @@ class _Problem:
         self.limited = list(zip(self.regions or single_places, self.limits_of_regions))
 
     def _regions(self) -> list[list[int]]:
-        """Return the places of each cluster; [] if they overlap, or clusters have a single place."""
+        """Group the places (nodes) by cluster; [] if clusters overlap, or each has a single place."""
         # For each place, the places that a token reaches without crossing clusters (cost up to INSIDE).
         neighbours = [tuple(self.np.flatnonzero(row <= INSIDE)) for row in self.place_cost]
         regions = list(dict.fromkeys(neighbours))
@@ -224,9 +224,9 @@ class _Problem:
         return [list(region) for region in regions]
 
     def limits(self, regions: list[list[int]]) -> Any:
-        """Return the most load of each region (places): `balance` times its share, or EPLB's load.
+        """Return the most tokens that the experts in each region (list of nodes) may receive.
 
-        The larger of the two counts, so EPLB's placement is always within the limits.
+        It is `balance` times the mean of as many experts, or EPLB's (DeepSeek's heuristic) if more.
         """
         np = self.np
         eplb = self.place_of(self.eplb)  # place of each expert
@@ -238,7 +238,7 @@ class _Problem:
     # ------------------------------------------------------------------- placements and their cost
 
     def packed(self, experts: Sequence[int], ranks: Sequence[int]) -> dict[int, list[int]]:
-        """Return rank -> experts by EPLB: that with most tokens first, to the emptiest rank."""
+        """Distribute experts over ranks by EPLB: most tokens first, each to the emptiest rank."""
         experts_of: dict[int, list[int]] = {rank: [] for rank in ranks}
         loads = dict.fromkeys(ranks, 0.0)
         for expert in sorted(experts, key=lambda expert: (-self.load[expert], expert)):
@@ -249,21 +249,21 @@ class _Problem:
         return experts_of
 
     def place_of(self, experts_of: dict[int, list[int]]) -> Any:
-        """Return the place of each expert, from rank -> experts."""
+        """Convert rank -> experts into an array: the number of each expert's node."""
         result = self.np.zeros(len(self.load), int)
         for rank, experts in experts_of.items():
             result[experts] = self.place_of_rank[rank]
         return result
 
     def by_ranks(self, place_of: Any) -> dict[int, list[int]]:
-        """Return rank -> experts, from the place of each expert; each place is packed by EPLB."""
+        """Distribute the experts of each node over its ranks by EPLB; return rank -> experts."""
         result: dict[int, list[int]] = {}
         for place, ranks in enumerate(self.places.of):
             result |= self.packed(list(self.np.flatnonzero(place_of == place)), ranks)
         return result
 
     def total(self, experts_of: dict[int, list[int]], weights: Any) -> float:
-        """Return the sum over all tokens of weights[from rank, to rank]."""
+        """Return the sum of weights[from rank, to rank] of all tokens, for experts placed on ranks."""
         rank_of = self.np.zeros(len(self.load), int)
         for rank, experts in experts_of.items():
             rank_of[experts] = rank
@@ -272,7 +272,7 @@ class _Problem:
         return float((self.table * weights[rank_of][:, rank_of]).sum() / 2)
 
     def placed(self, name: str, experts_of: dict[int, list[int]]) -> Placed:
-        """Return a placement with its cost and its shares of traffic.
+        """Return a placement of the experts with its cost, and its shares of traffic.
 
         `crossing` and `moving` are the shares of tokens that cross clusters, and that leave their
         node. `fullest` is the load of the rank with most tokens, relative to the mean.
@@ -301,7 +301,7 @@ class _Problem:
     # ------------------------------------------------------------------- solution
 
     def answer(self, seconds: float) -> Answer:
-        """Return the best placement of the experts found in `seconds`, and a bound on the cost.
+        """Return the best placement of the experts found in `seconds`, and a bound on every cost.
 
         Two simple placements come with it: the experts in their order (IDENTITY), and EPLB's.
         """
@@ -326,7 +326,7 @@ class _Problem:
         return Answer((*baselines, best), min(float(bound), best.cost))
 
     def fits(self, place_of: Any) -> bool:
-        """Return whether every region (or place, without regions) is within its limit of load."""
+        """Return whether no region (cluster or node) has more tokens than its limit."""
         return all(
             self.load[self.np.isin(place_of, region)].sum() <= limit * (1 + LOAD_TOLERANCE)
             for region, limit in self.limited
@@ -435,7 +435,7 @@ class _Problem:
         return _Solution(result.x.reshape(experts, places).argmax(1), bound)
 
     def swapped(self, place_of: Any) -> Any:
-        """Swap pairs of experts, best pair first, while the cost falls; return the placement.
+        """Improve a placement by swapping pairs of experts, best pair first, while the cost falls.
 
         Tokens are counted by pairs of experts here: each goes to two experts, and costs as much as a
         message between the nodes of these two.

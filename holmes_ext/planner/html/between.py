@@ -119,8 +119,11 @@ def _draw_links(axis: Any, site: Site, position: Mapping[str, tuple[float, float
     """
     # Links and uplinks on the path between two clusters; the slowest sets the rate.
     paths = {pair: site.wan.hops(*pair) for pair in combinations(position, 2)}
-    rates_bps = {pair: min([hop.rate_bps for hop in hops] or [inf]) for pair, hops in paths.items()}
+    rates_bps = {}
+    for pair, hops in paths.items():
+        rates_bps[pair] = min((hop.rate_bps for hop in hops), default=inf)
     fastest_bps = max((rate for rate in rates_bps.values() if rate < inf), default=1.0)
+
     for number, (pair, hops) in enumerate(paths.items()):
         (x1, y1), (x2, y2) = (position[name] for name in pair)
         width = 5 * min(1.0, rates_bps[pair] / fastest_bps) + 0.3
@@ -160,6 +163,7 @@ def draw_what_if(result: SearchResult, width: float = WIDE) -> Any:
     )
     by_rate, by_latency = result.remember("what if", best, lambda: _what_if(result))
     names = (plan_name(result), baseline(result).name)
+
     # The first panel: step time over the factor of the rates; a dotted line marks the present rates.
     nic_rate = format_rate(result.network.site.fabric_by_name[ETHERNET].rate_bps)
     rates = "the rates of cluster.toml" if site.wan else f"the Ethernet of a node, {nic_rate}"
@@ -172,13 +176,16 @@ def draw_what_if(result: SearchResult, width: float = WIDE) -> Any:
     by_rate_axis.set_xscale("log", base=2)
     factors = [f"{factor:g}" if factor >= 1 else f"1/{1 / factor:g}" for factor in FACTORS]
     by_rate_axis.set_xticks(FACTORS, factors)
+
     # The second panel: step time over the latency.
     _curves(by_latency_axis, LATENCIES, by_latency, names)
     by_latency_axis.set_xlabel("one way between clusters, all links")
     by_latency_axis.set_xscale("log")
+
     # Two lines a label: the neighbours 80 ms and 200 ms do not touch on a narrow chart.
     labels = [format_seconds(seconds).replace(" ", "\n") for seconds in LATENCIES]
     by_latency_axis.set_xticks(LATENCIES, labels)
+
     # Both panels have the same logarithmic scale of seconds.
     all_seconds = [seconds for times in (*by_rate, *by_latency) for seconds in times]
     low, high = _limits(all_seconds)
@@ -210,7 +217,7 @@ def _what_if(result: SearchResult) -> tuple[list[StepTimes], list[StepTimes]]:
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Return the limits of a logarithmic axis: no value lies at its border."""
+    """Return the limits of a logarithmic axis, a little wider than the values."""
     low, high = min(values), max(values)
     factor = 10 ** max(_MARGIN_DECADES, _MARGIN_SHARE * log10(high / low))
     return low / factor, high * factor
@@ -230,7 +237,7 @@ def _ticks(plt: Any, low: float, high: float) -> Sequence[float]:
 def _curves(
     axis: Any, x: Sequence[float], steps: Sequence[StepTimes], names: tuple[str, str]
 ) -> None:
-    """Draw a curve for the plan and another for the job without holmes.
+    """Draw the step times of the plan, and of the job without holmes, as two curves.
 
     Args:
         axis: Axes to draw on.

@@ -34,11 +34,11 @@ class Cut(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds by which the drawn time is shorter than the step."""
+        """Seconds by which the drawn timeline is shorter than the step."""
         return self.end - self.start - self.gap
 
     def rows(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the spans outside the cut, the later ones moved to the left."""
+        """Return the timeline's spans without those in the cut; the later ones are moved to the left."""
         result = []
         for name, spans in rows:
             drawn = []
@@ -78,7 +78,8 @@ def cut_of(rows: Sequence[Row], chunks: int) -> Cut | None:
         chunks: Chunks of layers on each stage (interleaved schedule). A micro-batch passes each of
             them once forward and once backward.
     """
-    starts, ends = [], []
+    starts = []  # for each row: end of the last forward pass that is drawn before the cut
+    ends = []  # for each row: start of the first backward pass that is drawn after the cut
     passes_at_end = END_MICRO_BATCHES * chunks
     for _, spans in rows:
         forward_ends = sorted(end for kind, _, end in spans if kind == "forward")
@@ -89,7 +90,8 @@ def cut_of(rows: Sequence[Row], chunks: int) -> Cut | None:
         ends.append(backward_starts[-passes_at_end])
     if not starts or max(starts) >= min(ends):
         return None
-    start, end = max(starts), min(ends)
-    last_end = max(span[2] for _, spans in rows for span in spans)
-    drawn_s = start + last_end - end  # before and after the part
+    start = max(starts)
+    end = min(ends)
+    step_end = max(span_end for _, spans in rows for _, _, span_end in spans)
+    drawn_s = start + (step_end - end)  # before and after the cut
     return Cut(start, end, gap=_GAP_SHARE * drawn_s)

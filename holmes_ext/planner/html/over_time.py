@@ -81,6 +81,7 @@ def _draw_plan(
     begin = max(plan.step, first) - 0.5
     end = min(next_step - 1, last) + 0.5
     axis.axvspan(begin, end, color=INK, alpha=0.04 + 0.06 * (number % 2), lw=0)
+
     # The name begins at the band's start, or ends at the band's end in the right half of the axes:
     # so it stays inside.
     is_right = begin + end > first + last

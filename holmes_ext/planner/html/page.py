@@ -48,17 +48,17 @@ def page(title: str, *parts: str) -> str:
 
 
 def heading(text: str, level: int = 2) -> str:
-    """Return a heading (h1 to h6)."""
+    """Return an HTML heading (h1 to h6) with a plain text."""
     return f"<h{level}>{html.escape(text)}</h{level}>"
 
 
 def paragraphs(lines: Iterable[str]) -> str:
-    """Return a paragraph for each line of plain text."""
+    """Return an HTML paragraph for each line of plain text."""
     return "\n".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], strong: int | None = None) -> str:
-    """Return a table of plain texts; columns with a number are flush right.
+    """Return an HTML table of plain texts; columns with a number are flush right.
 
     Columns of long texts have line breaks if the table is wider than the page.
 
@@ -77,7 +77,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], strong: int | None
 
 
 def _column_class(column: Sequence[str]) -> str:
-    """Return the class attribute of a column's cells; "" for short numbers."""
+    """Return the class attribute of the cells in a table's column; "" for short numbers."""
     names = []
     if not any(re.match(r"[-~]?\d", cell) for cell in column):
         names.append("text")
@@ -87,7 +87,7 @@ def _column_class(column: Sequence[str]) -> str:
 
 
 def _row(tag: str, cells: Sequence[str], classes: Sequence[str], is_bold: bool = False) -> str:
-    """Return a row of a table.
+    """Return a row of an HTML table.
 
     Args:
         tag: "th" for the head, "td" for other rows.
@@ -115,5 +115,5 @@ def picture(svg: str, alt: str) -> str:
 
 
 def _scroll(content: str, label: str) -> str:
-    """Return content that scrolls on a narrow screen, also by the keyboard."""
+    """Wrap HTML in a region that scrolls on a narrow screen, also by the keyboard."""
     return f'<div class=scroll tabindex=0 role=region aria-label="{html.escape(label)}">{content}</div>'

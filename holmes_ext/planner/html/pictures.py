@@ -115,6 +115,7 @@ def _smaller(text: str) -> str:
         r'd="M\1 \2V\3H\4V\2z"',
         text,
     )
+
     # Paths that follow each other with the same clip path and style (\1) become a single path.
     equal_paths = r'<path d="[^"]*" (clip-path="[^"]*" style="[^"]*")/>(?:\s*<path d="[^"]*" \1/>)+'
 
@@ -139,7 +140,7 @@ def write(figure: Any, path: str | Path, advice: str) -> Path:
     Args:
         figure: The figure.
         path: The file.
-        advice: Advice in the error message.
+        advice: What the user can do if writing fails, for the error message.
 
     Raises:
         HolmesError: The file cannot be written.
@@ -211,7 +212,7 @@ def legend(figure: Any, handles: Sequence[Any], width: float) -> None:
 def _placement_panel(
     axis: Any, site: Site, nodes: Sequence[str], groups_use_best_nic: bool, sizes: Sizes
 ) -> None:
-    """Draw the placement of a panel.
+    """Draw clusters, nodes and process groups on the axes of a placement figure.
 
     Args:
         axis: Axes to draw on.
@@ -348,8 +349,8 @@ def last_step(traces: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     if "step" in traces[0]:
         begin, end = traces[0]["step"]
         return begin, end
-    ends = [[event[2] for event in trace["events"] if event[0] == "optimizer"] for trace in traces]
-    return max(end[-3] for end in ends), max(end[-2] for end in ends)
+    ends = [[end for kind, _, end, _ in trace["events"] if kind == "optimizer"] for trace in traces]
+    return max(rank_ends[-3] for rank_ends in ends), max(rank_ends[-2] for rank_ends in ends)
 
 
 def timeline_figure(
@@ -369,12 +370,11 @@ def timeline_figure(
         begin, end = last_step(traces)
         rows = []
         for trace in traces:
-            # Events that overlap the step, cut off at its start and end. event: (kind, start, end,
-            # ...)
-            within = (event for event in trace["events"] if event[2] > begin and event[1] < end)
+            # Events that overlap the step, cut off at its start and end.
             spans = [
                 (kind, max(start, begin) - begin, min(stop, end) - begin)
-                for kind, start, stop, _ in within
+                for kind, start, stop, _ in trace["events"]
+                if stop > begin and start < end
             ]
             rows.append((trace["node"], spans))
         panels[f"{name}: {end - begin:.3f} s"] = rows, end - begin
@@ -439,7 +439,7 @@ def timeline(
 
 
 class _Drawn(NamedTuple):
-    """Panel of a timeline as it is drawn."""
+    """Panel of a timeline as it is drawn, perhaps without the middle of the step."""
 
     title: str
     rows: list[Row]
@@ -448,9 +448,9 @@ class _Drawn(NamedTuple):
 
     @classmethod
     def of(cls, title: str, rows: list[Row], seconds: float, chunks: int) -> _Drawn:
-        """Return a panel; the middle of a step with more than MANY_MICRO_BATCHES is cut out.
+        """Create a panel; cut out the middle of a step with more than MANY_MICRO_BATCHES.
 
-        A note about the cut is added to the title. timeline() has the same arguments, for all panels.
+        A note about the cut is added to the title.
         """
         cut = cut_of(rows, chunks)
         if cut is None:

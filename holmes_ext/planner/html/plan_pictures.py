@@ -80,6 +80,7 @@ def placement(result: SearchResult, width: float = WIDE) -> Any:
     height = max(2.2, (0.75 if narrow else 0.4) * len(best.split) + 1.6)
     figure, axis = plt.subplots(figsize=(width, height), layout="constrained")
     in_legend = set()  # indices of clusters
+
     # A cluster has its color also in the picture of all clusters, some of which may be left out.
     all_clusters = (result.on_all or result).network.site.clusters
     for stage, contents in enumerate(best.placement.stages):
@@ -193,12 +194,12 @@ def seconds(by_plan: Mapping[str, Mapping[str, float]], width: float = WIDE) -> 
     """
     plt = pyplot()
     longest_s = max(sum(causes.values()) for causes in by_plan.values())
-    # Leave out causes that are small in every plan.
-    drawn = {
-        cause: label
-        for cause, label in CAUSES.items()
-        if max(causes[cause] for causes in by_plan.values()) > SMALL_CAUSE * longest_s
-    }
+    drawn = {}  # cause -> label, without causes that are small in every plan
+    for cause, label in CAUSES.items():
+        largest_s = max(causes[cause] for causes in by_plan.values())
+        if largest_s > SMALL_CAUSE * longest_s:
+            drawn[cause] = label
+
     legend_rows = ceil(len(drawn) / legend_columns(list(drawn.values()), width))
     size = (width, 0.45 * len(by_plan) + 0.2 * legend_rows + 1.0)
     figure, axis = plt.subplots(figsize=size, layout="constrained")
@@ -217,7 +218,11 @@ def seconds(by_plan: Mapping[str, Mapping[str, float]], width: float = WIDE) -> 
             lw=0,
         )
         left = [start + value for start, value in zip(left, values)]
-    name_rows(axis, [fold(name, 1.0, SMALL) if is_narrow(width) else name for name in by_plan])
+
+    names = list(by_plan)
+    if is_narrow(width):
+        names = [fold(name, 1.0, SMALL) for name in names]
+    name_rows(axis, names)
     axis.set_xlabel("seconds of one step")
     axis.spines[["top", "right"]].set_visible(False)
     legend(figure, axis.get_legend_handles_labels()[0], width)

@@ -102,6 +102,7 @@ def quickest(
     inputs = tuple(backward_s - weights_s for backward_s, weights_s in zip(backward, weights))
     times = Times(forward, inputs, weights, transfer, micro_batches, tuple(room))
     pass_order = solved(times, in_flight, one_order)
+
     # An order that saves less than WORTH_MORE of the step is not worth it.
     is_faster = max(pass_order.ends(times)) < step_1f1b_s * (1 - WORTH_MORE)
     return pass_order if is_faster else None
@@ -193,7 +194,7 @@ class _LocalSearch:
                     ]
 
     def _seconds(self, rules: Sequence[Rule]) -> float:
-        """Return the seconds of a step whose stages choose their passes by these rules; computed once.
+        """Return the step time, in seconds, that follows from the stages' rules; each set is simulated once.
 
         With `one_order` (NCCL), sends and receives between two stages must follow one order on
         both. Then the passes are changed to have such an order, and the changed step's time counts.
@@ -210,7 +211,7 @@ class _LocalSearch:
         return self.tried[key]
 
     def _as_pass_order(self, orders: Sequence[Sequence[OnePass]]) -> PassOrder:
-        """Return the passes of each stage as a PassOrder.
+        """Convert the passes of each stage into a PassOrder.
 
         If sends and receives need one order on both ends, the passes are changed to have such an
         order.
@@ -300,7 +301,7 @@ class _StageState:
     """
 
     def __init__(self, room: int, activations: list[float]):
-        """Start without any pass done.
+        """Create the state of a pipeline stage before its first pass of the step.
 
         Args:
             room: Largest number of micro-batches that the stage can hold.
@@ -313,6 +314,7 @@ class _StageState:
         self.forwards = 0
         self.inputs = 0
         self.weights = 0
+
         # Moments at which messages arrive, as far as they are known, by micro-batch.
         self.activations = activations
         self.gradients: list[float] = []
@@ -324,21 +326,27 @@ class _StageState:
 
     @property
     def is_full(self) -> bool:
-        """True if the memory holds no further micro-batch."""
+        """True if the stage's memory has no room for the activations of another micro-batch."""
         return self.forwards - self.weights >= self.room
 
     def next_forward_s(self) -> float:
-        """Return when the next forward pass can begin; inf if that is unknown or the memory is full."""
+        """Return when the stage can begin its next forward pass, in seconds of the step.
+
+        inf if its activation's arrival is not known yet, or the memory is full.
+        """
         if self.is_full or self.forwards == len(self.activations):
             return inf
         return self.activations[self.forwards]
 
     def next_input_s(self) -> float:
-        """Return when the next gradient of the input can begin; inf if that is unknown."""
+        """Return when the stage can begin its next gradient of the input, in seconds of the step.
+
+        inf if the arrival of the gradient that this needs is not known yet.
+        """
         return self.gradients[self.inputs] if self.inputs < len(self.gradients) else inf
 
     def choose(self, rule: Rule, now: float, weights_s: float) -> str:
-        """Return the letter of the pass to begin now; "" to wait for a message.
+        """Return the letter of the pass that a pipeline stage begins now; "" to wait for a message.
 
         F is a forward pass, I a gradient of the input, W a gradient of the weights. The first that
         applies:
@@ -393,7 +401,7 @@ def order_by_rules(times: Times, rules: Sequence[Rule]) -> tuple[list[list[OnePa
     queue = [(0.0, stage) for stage in range(len(rules))]  # (moment, stage that is free then)
 
     def wake(stage: int, moment: float) -> None:
-        """Put a stage that waits for an unknown message back into the queue: it comes at `moment`."""
+        """Queue a stage again that waited for a message, now that its arrival at `moment` is known."""
         state = stages[stage]
         if state.is_asleep:
             state.is_asleep = False

@@ -55,6 +55,7 @@ def plan_of(result: SearchResult, candidate: Candidate, options: Options = Optio
         predicted=times(result, candidate),
         loads=result.costs(candidate).loads(candidate.split),
     )
+
     # With "auto", derive_traffic() writes a list of passes for each stage into the plan, with split
     # backward passes (zero bubble). With "1f1b" it writes none.
     options = replace(options, schedule="auto" if candidate.schedule else "1f1b")
@@ -68,6 +69,7 @@ def plan_of(result: SearchResult, candidate: Candidate, options: Options = Optio
         # framework's own flags make it hierarchical, so the plan must have them all the same.
         engine = replace(engine, hierarchical_zero=None)
     workload = model.workload(sizes)
+
     # Adds the network of each communication group to the plan.
     return derive_traffic(
         plan, network.site, options, network.links, workload, model.source, engine
@@ -94,7 +96,7 @@ def times(result: SearchResult, candidate: Candidate) -> dict[str, float]:
 
 
 def _step_and_reduction(result: SearchResult, candidate: Candidate) -> dict[str, float]:
-    """Return the seconds of the step and of the longest gradient reduction of a stage, by name."""
+    """Return the seconds of a plan's step, and of its longest gradient reduction on a stage, by name."""
     reduction_s = estimate(result.costs(candidate), candidate.split).reduction_s
     return {"step_seconds": candidate.step_s, "reduction_seconds": max(reduction_s)}
 

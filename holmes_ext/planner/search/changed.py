@@ -113,7 +113,7 @@ def with_fabric(site: Site, name: str, rate: float = 1.0, latency: float = 1.0) 
     """Return a site with the rate and the latency of the fabric `name` multiplied by factors."""
 
     def changed(fabric: Fabric) -> Fabric:
-        """Return the fabric with other rates if it is the one to change."""
+        """Return `fabric` with other rate and latency if it is the fabric to change, else as it is."""
         if fabric.name != name:
             return fabric
         rate_bps = round(fabric.rate_bps * rate)
@@ -172,11 +172,12 @@ def _best_step_s(result: SearchResult, changed: SearchResult) -> float:
     ]
     plans = simulated_plans[:MAX_SHAPES]
     shapes = list(dict.fromkeys(plan.shape for plan in plans))
-    best_s = search(changed, only=shapes, prove=False).best.step_s
+    steps_s = [search(changed, only=shapes, prove=False).best.step_s]
     # Plans can be kept as they are only if no node moved to another cluster.
     has_same_nodes = changed.network.names == result.network.names
-    kept_s = [_kept_plan_s(changed, plan) for plan in plans if has_same_nodes]
-    return min([best_s, *kept_s])
+    if has_same_nodes:
+        steps_s += [_kept_plan_s(changed, plan) for plan in plans]
+    return min(steps_s)
 
 
 def _kept_plan_s(changed: SearchResult, candidate: Candidate) -> float:
@@ -280,9 +281,10 @@ def _moved_nodes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
 
 def _with_moved_node(site: Site, source: str, target: str) -> Site:
     """Return a site whose last node of cluster `source` is in `target`, with the ports of the nodes there."""
-    leaving = [node for node in site.nodes if node.cluster == source][-1]
-    peer = [node for node in site.nodes if node.cluster == target][-1]
-    moved = replace(leaving, cluster=target, ports=peer.ports)
+    *_, leaving = (node for node in site.nodes if node.cluster == source)
+    *_, last_of_target = (node for node in site.nodes if node.cluster == target)
+    moved = replace(leaving, cluster=target, ports=last_of_target.ports)
+    # The moved node becomes the last of its new cluster.
     nodes = [node for node in site.nodes if node is not leaving]
-    nodes.insert(nodes.index(peer) + 1, moved)
+    nodes.insert(nodes.index(last_of_target) + 1, moved)
     return replace(site, nodes=tuple(nodes))

@@ -71,10 +71,11 @@ class BoundedItem(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result of the work on an item: smaller items, simulated plans, and a bound on the rest.
+    """Result of examining a part of the search space (an item).
 
-    An item is a part of the search space: all plans of a shape (parallel sizes), or those of them
-    with the same placement of the stages.
+    It has smaller items, simulated plans, and a lower bound on all plans that were left out. An
+    item is all plans of a shape (parallel sizes), or those of them with the same placement of the
+    stages.
     """
 
     #: Smaller items to examine.
@@ -101,7 +102,7 @@ class Evaluator:
     """
 
     def __init__(self, result: SearchResult, end: float = inf):
-        """Prepare to examine parts of the search space of a job.
+        """Create the object that divides and simulates the parts of a job's search space.
 
         Args:
             result: Request of the search: the job, its network, and the limits of the user.
@@ -116,7 +117,7 @@ class Evaluator:
         self.orders = Orders(result.network, result.gpus)
 
     def process(self, item: Item, bound_s: float, best_s: float) -> Outcome:
-        """Divide or simulate a part of the search space (an item), and return the results.
+        """Examine a part of the search space (an item): divide it, tighten its lower bound or simulate it.
 
             a shape              becomes items: each placement of its stages
             a placement          becomes the same item with a tighter bound, if it has several
@@ -152,7 +153,7 @@ class Evaluator:
         return Placements(allowed, complete)
 
     def stage_bounds(self, shape: Shape, placement: Placement) -> StageBounds:
-        """Return compute times and memory limits of a placement's stages.
+        """Return the compute times and memory limits of the stages in a placement.
 
         They hold for every split, the number of layers of each stage.
         """
@@ -214,6 +215,7 @@ class Evaluator:
             for bound_s, placement in bounds
             if bound_s < best_s * (1 - EQUAL)
         ]
+
         # Both are lower bounds on the placements that were left out, so the larger counts.
         return Outcome(items, candidates=[], remaining_s=max(ideal_s, remaining_s))
 
@@ -284,6 +286,7 @@ class Evaluator:
         if shape.virtual > 1 or shape.pipeline == 1:
             seconds_of(uniform(stages.layer_count, stages.stage_count))  # adds it to `simulated`
             return Outcome(items=[], candidates=[*simulated.values()], remaining_s=inf)
+
         # item.split has the placement's lower bound (_tighten()).
         splits = (self.balanced_split(stages), self.good_split(stages), item.split)
         fastest = min(filter(None, splits), key=seconds_of)  # () is no split
@@ -322,7 +325,7 @@ class Evaluator:
         start = min(balanced, with_reduction, key=seconds_of)
 
         def moves(split: Split) -> Iterator[tuple[int, int]]:
-            """Yield (from stage, to stage) for a block, from much to little work."""
+            """Yield moves of a block to try, (from stage, to stage): from much work to little."""
             return full_to_empty(_work_s(stages, split))
 
         return improved(start, seconds_of, moves, MAX_TRIES)
@@ -420,7 +423,7 @@ def _moves(stages: StageBounds, split: Split) -> Iterator[tuple[int, int]]:
 
 
 def _work_s(stages: StageBounds, split: Split) -> list[float]:
-    """Return the seconds in which each stage computes its layers for a micro-batch."""
+    """Return, for each stage, the seconds of a micro-batch's forward and backward pass on its layers."""
     return [layers * block_s for layers, block_s in zip(split, stages.block_s)]
 
 

@@ -243,6 +243,7 @@ def _slow_layer_reason(
     if stage_layer_s <= SLOW_LAYER * least_s:
         return
     prices = result.prices(candidate.shape)
+
     # fold(): the stage in a smaller placement with the same costs; many placements share it.
     fold, (folded_stage,) = prices.fold(candidate.placement, stage)
     collective_share = prices.collective_s(fold, folded_stage) / stage_layer_s

@@ -129,7 +129,7 @@ class _NodeSets:
     """
 
     def __init__(self, result: SearchResult, spec: SiteSpec, end: float, rows: int):
-        """Start with all nodes.
+        """Start the search for a faster subset of the nodes with all nodes as the best set.
 
         Args:
             result: Plans on all nodes, from a quick search: it has not proven that no plan is
@@ -159,7 +159,7 @@ class _NodeSets:
         ]
 
     def _canonical(self, counts: Counts) -> Counts:
-        """Return a key that is equal for sets that differ in interchangeable clusters only.
+        """Return a key for a set of nodes; it is equal for sets that differ in interchangeable clusters only.
 
         The counts are sorted within each group of interchangeable clusters.
         """
@@ -180,23 +180,24 @@ class _NodeSets:
             return
         names = [cluster.name for cluster in self.spec.clusters]
         network = self.best_result.network
+
         # The network numbers the clusters in an order of its own: its number -> index in `counts`.
         index_of = [
             names.index(network.cluster(number)) for number in range(len(network.node_types))
         ]
-        rates_bps = {  # (cluster, cluster) -> bits/s
-            (index_of[source], index_of[target]): rate_bps
-            for (source, target), rate_bps in rates_between(network).items()
-        }
+        rates_bps = {}  # (cluster, cluster) -> bits/s
+        for (source, target), rate_bps in rates_between(network).items():
+            rates_bps[index_of[source], index_of[target]] = rate_bps
         for least_bps in sorted({*rates_bps.values()}):
             # A component: clusters that links of at least this rate connect.
             for component in _components(clusters, rates_bps, least_bps):
-                yield tuple(
-                    count if index in component else 0 for index, count in enumerate(self.counts)
-                )
+                counts = [0] * len(clusters)
+                for index in component:
+                    counts[index] = self.counts[index]
+                yield tuple(counts)
 
     def one_less(self) -> Iterator[Counts]:
-        """Yield sets of nodes that are a little smaller than the best set so far.
+        """Yield sets of nodes that lack a cluster, or a single node, of the best set so far.
 
         For each cluster, they are the best set without this cluster, and without a node of it.
         """
@@ -237,9 +238,9 @@ class _NodeSets:
         return self.best_result is not previous_result
 
     def _compute_s(self, counts: Counts) -> float:
-        """Return the seconds in which the GPUs of a set of nodes compute the batch.
+        """Return a lower bound on the step time on a set of nodes: its GPUs compute the batch without idling.
 
-        This is a lower bound on the step time there.
+        The result is in seconds.
 
         Args:
             counts: Number of nodes of each cluster.
@@ -272,6 +273,7 @@ class _NodeSets:
                 promising.append(shape)
         if not promising:
             return None
+
         # A share of the remaining time, as other sets follow.
         seconds = FIRST_LOOK_SHARE * max(0.0, self.end - time.monotonic())
         try:

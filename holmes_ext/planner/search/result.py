@@ -80,7 +80,7 @@ class Candidate:
 
     @property
     def key(self) -> tuple[Shape, Placement, tuple[int, ...]]:
-        """Identity of the plan, whatever its schedule."""
+        """Value that identifies the plan apart from its pipeline schedule: shape, placement and split."""
         return self.shape, self.placement, self.split
 
 
@@ -185,11 +185,11 @@ class SearchResult:
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """GPU of each node type."""
+        """GPU model of each node type of the network."""
         return tuple(self.model.gpu_of(cluster) for cluster, _ in self.network.node_types)
 
     def describe(self, candidate: Candidate) -> str:
-        """Return the order of the clusters along the pipeline, in words."""
+        """Return a text with the order in which a plan's pipeline passes the clusters."""
         return described(self.network, candidate.placement)
 
     def tokens_per_s(self, candidate: Candidate) -> float:
@@ -225,7 +225,10 @@ class SearchResult:
 
     @cached_property
     def _cached_prices(self) -> Callable[[Shape, bool], Prices]:
-        """_compute_prices() with a cache of this result, not of the class."""
+        """Return a function that computes the Prices of a shape, and keeps those of the last 64 shapes.
+
+        The cache belongs to this object: a decorated method would share one with all objects.
+        """
         return lru_cache(maxsize=64)(self._compute_prices)
 
     def _compute_prices(self, shape: Shape, flat: bool) -> Prices:
@@ -262,12 +265,14 @@ class SearchResult:
             hybrid=shape.replicas > 1,  # ZeRO 3 shards inside each cluster only
         )
         sizes = shape.sizes()
+
         # (key, function) -> the function's value, computed once a key. So a key has everything that
         # affects the value; the model itself is not hashable, so its id stands for it.
         remember = self.network.remember
         key = (id(self.model), shape.micro_batch, shape.recompute)
         model_key = (*key, shape.micro_batches, shape.mode)
         model = remember(model_key, lambda: shape.model(self.model))
+
         # The layers of a rank. They also depend on the sizes that divide a layer, and on whether a
         # single stage has all layers.
         has_all_layers = shape.pipeline == 1
@@ -357,7 +362,7 @@ class SearchResult:
         return stock, stock.candidate(shape, placement, layers)
 
     def with_known(self, candidate: Candidate) -> SearchResult:
-        """Return the result with `candidate` as its best plan, if `candidate` is faster.
+        """Make `candidate` the best plan of the result, if it is faster than the plans found.
 
         The candidate does not come from the search: it is the user's own layout, for example, with a
         micro-batch that the search does not try. The result is unchanged if the candidate was not
@@ -371,7 +376,7 @@ class SearchResult:
         return self.ranked([replace(candidate), *self.candidates], self.optimality_gap.bound_s)
 
     def ranked(self, candidates: list[Candidate], bound_s: float) -> SearchResult:
-        """Return the result with other candidates and their optimality gap.
+        """Replace the plans of a search result, and compute the optimality gap of the fastest.
 
         Args:
             candidates: Plans, the fastest first.
@@ -383,7 +388,7 @@ class SearchResult:
         )
 
     def on(self, network: Network, model: Model | None = None) -> SearchResult:
-        """Return the request of this result for another network or model: a copy without plans.
+        """Copy the search request for another network or model, without the plans found.
 
         A SearchResult without plans (candidates) is the request of a search; search() fills it.
 

@@ -112,6 +112,7 @@ def search(
         # The caller has this object, the request, even if the search ends with an error or an
         # interrupt.
         result.seconds = time.monotonic() - begin
+
     # `found` may be a copy of the request, so it needs the time, too.
     return replace(found, seconds=time.monotonic() - begin)
 
@@ -170,7 +171,7 @@ def _start_worker(result: SearchResult) -> None:
 
 
 def _process_in_worker(item: Item, bound_s: float, best_s: float) -> Outcome:
-    """Examine a part of the search space in a worker process (see Evaluator.process)."""
+    """Divide, bound or simulate a part of the search space (Evaluator.process), in a worker process."""
     assert _evaluator is not None
     return _evaluator.process(item, bound_s, best_s)
 
@@ -187,7 +188,7 @@ class _Entry(NamedTuple):
 
 
 class _Phase(IntEnum):
-    """Next step of an item that is examined early, by priority.
+    """State of an item in the queue of early items; the value is its priority.
 
     An item is a part of the search space. Early items are near the best plan.
     """
@@ -238,7 +239,7 @@ class _BranchAndBound:
     """
 
     def __init__(self, result: SearchResult, end: float, progress: Progress | None):
-        """Prepare the search for a faster plan, without any work yet.
+        """Prepare the branch and bound search for a faster plan; run() does the work.
 
         Args:
             result: Result of a first look: plans, and the lower bound of each shape (parallel
@@ -389,16 +390,16 @@ class _BranchAndBound:
         return bool(self.queue) and self.queue[0].bound_s < self.best_s * (1 - EQUAL)
 
     def _push(self, bound_s: float, item: Item) -> None:
-        """Put a part of the search space into the main queue."""
+        """Put a part of the search space into the main queue, by its lower bound in seconds."""
         heapq.heappush(self.queue, _Entry(bound_s, next(self.number), item))
 
     def _push_early(self, phase: _Phase, order: float, bound_s: float, item: Item) -> None:
-        """Put a part of the search space into the queue of parts to examine first."""
+        """Put a part of the search space into the queue that is examined before the main queue."""
         entry = _EarlyEntry(phase, order, next(self.number), bound_s, item)
         heapq.heappush(self.early_queue, entry)
 
     def _record(self, outcome: Outcome, early: bool) -> None:
-        """Queue the new items that examining an item gave, and keep its plans and its bound.
+        """Keep the results of examining a part of the search space (item), and queue the new items.
 
         An item is a part of the search space: all plans of a shape (parallel sizes), or those with
         the same placement. A placement is first tightened (its lower bound is computed more
@@ -409,6 +410,7 @@ class _BranchAndBound:
             outcome: Result of the work on an item: smaller items, and simulated plans.
             early: The item came from the early queue. Then the new placements go there, too.
         """
+        # The new items.
         by_bound = sorted(outcome.items, key=lambda entry: entry.bound_s)
         for rank, (bound_s, item) in enumerate(by_bound):
             if early and isinstance(item, PlacedShape):
@@ -422,11 +424,14 @@ class _BranchAndBound:
                 self._push_early(phase, order, bound_s, item)
             else:
                 self._push(bound_s, item)
+
+        # The simulated plans. A plan that is simulated already stays as it is.
         self.remaining_s = min(self.remaining_s, outcome.remaining_s)
         for candidate in outcome.candidates:
             previous = self.candidates.get(candidate.key)
             if previous is None or not previous.simulated_s:
                 self.candidates[candidate.key] = candidate
+
         # `processed` counts the items that could give a better plan. Tightening a bound cannot: it
         # gives back the same placement as the only item, so that is not counted.
         only_tightened = any(
@@ -456,7 +461,7 @@ class _BranchAndBound:
         return min(bounds_s)
 
     def stop(self) -> None:
-        """End the worker processes."""
+        """End the worker processes of the search, if any were started."""
         if self.pool is not None:
             workers = list((self.pool._processes or {}).values())
             self.pool.shutdown(wait=False, cancel_futures=True)
@@ -466,7 +471,7 @@ class _BranchAndBound:
                 worker.join()
 
     def finish(self) -> SearchResult:
-        """Return the result: simulated candidates first, each part sorted by step time."""
+        """Return the search result: simulated plans first, then the others, each part sorted by step time."""
         ranked = sorted(
             self.candidates.values(),
             key=lambda plan: (not plan.simulated_s, plan.step_s, plan.peak_bytes),

@@ -62,6 +62,7 @@ def execution_of(
         overlap = result.overlap
     else:
         overlap = "on" if result.rules.overlap else "off"
+
     # ZeRO 1 of most engines reduce-scatters gradients and then all-gathers weights (`scatters`). With a
     # hierarchical reduction, it reduce-scatters inside each cluster, all-reduces across clusters, and
     # all-gathers inside each cluster. A hierarchical all-reduce has the same steps, so the simulation
@@ -214,6 +215,7 @@ def memory_of(result: SearchResult, candidate: Candidate, stage: int) -> Memory:
         layers_held.append(rank_model.layers[0])  # embedding
     if stage == shape.pipeline - 1:
         layers_held.append(rank_model.layers[-1])  # output layer
+
     # Ranks among which ZeRO divides the state. With hybrid sharding (replicas > 1), these are the ranks
     # of a single copy of the sharded weights.
     shards = sizes.data * sizes.context // shape.replicas
@@ -287,9 +289,11 @@ def in_passes(result: SearchResult, candidate: Candidate) -> Candidate | None:
     costs = result.costs(candidate)
     loads = costs.loads(candidate.split)  # of each stage: pass times and memory
     stage_links_s = costs.stage_links_s(candidate.split)
+
     # Seconds for which a message's bytes occupy the link; the others are latency. Without such a
     # distinction the link is occupied all the time.
     occupied_links_s = costs.link_load_s or stage_links_s
+
     # NCCL needs a common order of a link's messages. gloo's direct exchanges do not.
     needs_message_order = not result.rules.direct
     pass_order = quickest(

@@ -72,7 +72,10 @@ Progress = Callable[[int, int, float, float], None]
 
 
 class _PlacedSplit(NamedTuple):
-    """A placement with the split that makes its slowest stage as fast as possible; ordered by step time."""
+    """A placement of the stages and its most balanced split of the layers; ordered by step time.
+
+    In this split the slowest stage is as fast as possible.
+    """
 
     step_s: float  # by the closed form
     number: int  # decides between equal steps
@@ -93,7 +96,9 @@ class Sketch:
     """
 
     def __init__(self, result: SearchResult, rows: int, only: Sequence[Shape] = ()):
-        """Prepare the first look.
+        """Prepare the first look of a search: a ranking of all shapes by the closed form.
+
+        A shape is the parallel sizes, micro-batch, recomputation and ZeRO stage.
 
         Args:
             result: The request; candidates and counts are added to it.
@@ -176,6 +181,7 @@ class Sketch:
             self.only or shapes(result.network, result.model, result.global_batch, result.limits)
         )
         result.shapes += len(listed)
+
         # Neighbours in the list are similar. With every STRIDE-th shape first, shapes of all kinds are
         # examined even if the time is short.
         mixed = [shape for start in range(STRIDE) for shape in listed[start::STRIDE]]
@@ -309,6 +315,7 @@ class Sketch:
         job = self.result.prices(shape).job
         # Micro-batches whose activations stage 0 holds at the same time.
         kept = in_flight(0, shape.pipeline, shape.virtual, shape.micro_batches)
+
         # The first stage has the embedding, the last stage the output layer. The larger of the two
         # counts. Only blocks have activations of several micro-batches. state: weights, gradients and
         # optimizer; kept_bytes: activations of a micro-batch.
@@ -420,11 +427,14 @@ def simulate_first(
         # The closed form seldom exceeds the simulated step, so a candidate above the limit is not
         # faster. Nor are the following ones.
         limit_s = best_s if len(simulated) >= rows else FAR * best_s
+        is_slower = candidate.formula_s >= limit_s
         now = time.monotonic()
         is_over = bool(simulated) and now + RESERVED_SIMULATIONS * longest_s > end
-        if len(simulated) == count or candidate.formula_s >= limit_s or is_over:
+        if len(simulated) == count or is_slower or is_over:
             others += result.candidates[number:]
             break
+
+        # Simulate the candidate if the passes that are left suffice for it.
         shape = candidate.shape
         needed_passes = passes(shape, layers)
         if result.network.wan:
@@ -435,13 +445,17 @@ def simulate_first(
             others.append(candidate)
             continue
         passes_left -= needed_passes
-        simulated.append(timed(result, candidate))
+        plan = timed(result, candidate)
+        simulated.append(plan)
         longest_s = max(longest_s, time.monotonic() - now)
-        best_s = min(best_s, simulated[-1].step_s)
+        best_s = min(best_s, plan.step_s)
     simulated.sort(key=lambda plan: plan.simulated_s)
+
+    # The user's own layout is simulated, too, for the comparison with the best plan.
     layout = result.user_layout
     if layout is not None and not layout.simulated_s:
         result = replace(result, user_layout=timed(result, layout))
+
     # No plan beats the least bound of a shape, and that of the shapes without a bound of their own.
     bound_s = min(result.ideals.values(), default=0.0)
     return result.ranked([*simulated, *others], min(bound_s, result.unbounded_s))

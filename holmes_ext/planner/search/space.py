@@ -94,7 +94,7 @@ class Limits:
             raise HolmesError(f"limit memory: {self.memory_bytes} bytes; it must be above 0")
 
     def of(self, name: str, values: Iterable[T]) -> list[T]:
-        """Return the values of the limit `name` that are allowed, out of `values`; all without a limit."""
+        """Filter `values` by the user's limit on `name`; without such a limit, return all of them."""
         return [value for value in values if value in self.allowed.get(name, (value,))]
 
     def allow_shape(self, shape: Shape) -> bool:
@@ -102,8 +102,10 @@ class Limits:
 
         Example: the limit tensor=1,2 does not allow a shape with tensor 4.
         """
-        names = [name for name in self.allowed if hasattr(shape, name)]
-        return all(self.of(name, [getattr(shape, name)]) for name in names)
+        for name, allowed_values in self.allowed.items():
+            if hasattr(shape, name) and getattr(shape, name) not in allowed_values:
+                return False
+        return True
 
 
 def _check_value(name: str, value: Any) -> None:
@@ -142,20 +144,30 @@ def parse_limits(texts: list[str]) -> Limits:
         limit_texts += _BETWEEN_LIMITS.split(text)
     named = named_values(limit_texts, (*NAMES, "memory"), "--limit")  # name -> text of the values
     memory = named.pop("memory", "")
-    number = memory.removesuffix("B").removesuffix("G")
-    is_number = number.replace(".", "", 1).isdecimal()
-    if memory and (not is_number or not 0 < float(number) < MAX_MEMORY_GB):
-        raise HolmesError(
-            f"--limit memory: {memory!r:.40} is not a size above 0; write for example 60GB"
-        )
+    memory_gb = _parse_gb(memory) if memory else 0.0  # 0: no limit
     for name, values in named.items():
         parts = (part.strip() for part in values.split(","))
         allowed[name] = tuple(_value_of(part) for part in parts if part)
-    return Limits(allowed, float(number or 0) * BYTES_PER_GB)
+    return Limits(allowed, memory_gb * BYTES_PER_GB)
+
+
+def _parse_gb(size: str) -> float:
+    """Parse a size of memory in GB, as "60GB", "60G" or "60".
+
+    Raises:
+        HolmesError: It is not a number above 0, or far too large.
+    """
+    number = size.removesuffix("B").removesuffix("G")
+    is_number = number.replace(".", "", 1).isdecimal()
+    if not is_number or not 0 < float(number) < MAX_MEMORY_GB:
+        raise HolmesError(
+            f"--limit memory: {size!r:.40} is not a size above 0; write for example 60GB"
+        )
+    return float(number)
 
 
 def _value_of(text: str) -> int | str:
-    """Return a limit's value as a number if it has fewer than MAX_DIGITS digits, else as text."""
+    """Parse a limit's value: a number if it has fewer than MAX_DIGITS digits, else the text itself."""
     return int(text) if text.isdecimal() and len(text) < MAX_DIGITS else text
 
 
@@ -248,6 +260,7 @@ def _inner_shapes(
     experts = model.expert_divisor or model.experts or 1
     expert_sizes = limits.of("expert", divisors(data * context) if model.experts else [1])
     has_pipeline = pipeline > 1
+
     # ZeRO 2 and 3 are not combined with a pipeline: they would reduce gradients or gather weights for
     # every micro-batch. DeepSpeed's pipeline engine refuses them.
     possible_stages = (0, 1) if has_pipeline else ZERO_STAGES

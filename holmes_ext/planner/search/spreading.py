@@ -54,6 +54,7 @@ def with_spread(result: SearchResult) -> SearchResult:
     has_clusters = len(result.network.node_types) > 1
     if not result.network.wan or not has_clusters or result.optimality_gap is None:
         return result
+
     # (stages, ranks that a replica of the model has on a stage) -> fastest plan, if its shape
     # could beat the best step with less traffic (_may_gain)
     fastest: dict[tuple[int, int], Candidate] = {}
@@ -100,17 +101,21 @@ def _spread_nodes(result: SearchResult, candidate: Candidate) -> Candidate | Non
     job = result.prices(shape).job
     blocks = Blocks(network, network.node_type_of)
     stage_ranks = network.world // shape.pipeline
+
     # Number of neighbouring stages that share nodes.
     stages_per_component = candidate.placement.stages_per_component
     has_whole_blocks = stage_ranks % blocks.ranks == 0 and stages_per_component <= 1
+
     # Tensor and context parallel groups must lie inside nodes, or their traffic would cross, too.
     has_groups_inside = network.processes % (shape.tensor * shape.context) == 0
     if not has_whole_blocks or not has_groups_inside or not blocks.has_only_whole_blocks:
         return None
+
     # Activations that a block sends to the next stage in a step. The tensor parallel ranks share out
     # an activation, so each of the block's ranks sends 1 / tensor of it.
     sent_bytes = shape.micro_batches * job.block.activation_bytes * blocks.ranks / shape.tensor
     scatter_share = 0.5 if shape.zero else 1.0  # a reduce-scatter is half an all-reduce
+
     # Gradients of a stage: total_bytes are those of a tensor parallel rank over all stages.
     reduced_bytes = shape.tensor * scatter_share * job.total_bytes / shape.pipeline
     # crossing.seconds(arrangement): seconds that the traffic between clusters takes in a step
@@ -122,16 +127,19 @@ def _spread_nodes(result: SearchResult, candidate: Candidate) -> Candidate | Non
         for part in candidate.placement.parts
     ]
     current = tuple(tuple(sorted(_cluster_of_nodes(part))) for part in parts)
+
     # Clusters in the order in which the pipeline visits them.
     chain = tuple(dict.fromkeys(cluster for part in parts for cluster, _ in part))
     blocks_of_clusters = [
         len(names) // blocks.nodes[cluster] for cluster, names in enumerate(network.names)
     ]
+
     # The best arrangement (for each stage, the cluster of every block) and its crossing.seconds,
     # by a local search that begins with the clusters in the order `chain`.
     stages, seconds = spread(blocks_of_clusters, shape.pipeline, crossing.seconds, MAX_TRIES, chain)
     if seconds >= crossing.seconds(current) * (1 - EQUAL):  # no less traffic than the candidate
         return None
+
     # laid(): the placement of blocks with this arrangement; most blocks send inside their cluster.
     sizes = candidate.placement.sizes
     clusters_of_stages = map(_cluster_of_nodes, laid(stages, sizes, blocks.ranks).parts)
@@ -149,7 +157,7 @@ class Crossing:
     """
 
     def __init__(self, network: Network, sent: float, reduced: float):
-        """Set the traffic.
+        """Store the traffic of a step and the rates between clusters; seconds() computes with them.
 
         Args:
             network: Rates between the clusters.
@@ -218,7 +226,7 @@ def _crossing_messages(sender: tuple[int, ...], receiver: tuple[int, ...]) -> li
 
 
 def _cluster_of_nodes(counts: Iterable[tuple[int, int]]) -> list[int]:
-    """Return the cluster of every node, from pairs of (cluster, number of nodes)."""
+    """Expand pairs (cluster, number of nodes) into a list with the cluster of every node."""
     return [cluster for cluster, nodes in counts for _ in range(nodes)]
 
 

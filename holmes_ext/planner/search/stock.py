@@ -34,7 +34,7 @@ CAUSES = {
 
 
 def causes(result: SearchResult, candidate: Candidate) -> dict[str, float]:
-    """Return the seconds of a step by cause (CAUSES), as the mean over all ranks.
+    """Divide the step time of a plan by cause (CAUSES): seconds as the mean over all ranks.
 
     The sum of all causes is the step time: the simulated time if the candidate was simulated.
     """
@@ -58,6 +58,7 @@ def _compute_causes(result: SearchResult, candidate: Candidate) -> dict[str, flo
             seconds[cause] += exposed_s / stage_count
     micro_batches = candidate.shape.micro_batches
     collectives_s = micro_batches * _collectives_s(result, candidate) / stage_count
+
     # The computation of a pass contains its collectives; here they are a cause of their own.
     seconds["collectives"] = collectives_s
     seconds["compute"] -= collectives_s
@@ -106,10 +107,11 @@ def are_reasons_simulated(result: SearchResult) -> bool:
 
 
 def _remembered_reasons(result: SearchResult) -> _StepTimeByCause:
-    """Return the seconds of a step by cause.
+    """Return the seconds of a step by cause, for the best plan and for the user's own layout.
 
-    The closed form of a plan that could not be simulated in time is not remembered: the page, which has
-    no deadline, simulates the seconds by cause as its other pictures.
+    They come from a simulation, and are kept for the next call. If the time is over before they are
+    known, they come from the closed form. These are not kept: the page, which has no deadline,
+    simulates the seconds by cause as its other pictures.
     """
     best = result.best
     layout = result.user_layout
@@ -129,7 +131,13 @@ def _remembered_reasons(result: SearchResult) -> _StepTimeByCause:
 def _reasons_of(
     result: SearchResult, best: Candidate, layout: Candidate | None
 ) -> _StepTimeByCause:
-    """Compute the seconds of a step by cause; the arguments are those of _causes_by_plan()."""
+    """Compute the seconds of a step by cause, for the best plan, the user's layout and the stock job.
+
+    Args:
+        result: The search.
+        best: The best plan. Its seconds are simulated if its step was.
+        layout: The user's layout; None if there is none, or if it is the best plan.
+    """
     by_plan = _causes_by_plan(result, best, layout)
     return _StepTimeByCause(by_plan, are_simulated=bool(best.simulated_s))
 
@@ -158,7 +166,7 @@ def _causes_by_plan(
 
 
 def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult, Candidate]:
-    """Return the job without holmes: the stock request, and the plan that this job runs.
+    """Return the job without holmes with the sizes of a plan: its search request, and the plan it runs.
 
     The parallel sizes are those of the candidate. A layout that the user gave keeps its number of
     layers on each stage; otherwise all stages get equally many. The plan is simulated if the
@@ -243,6 +251,7 @@ def best_stock(result: SearchResult, end: float = inf) -> Candidate | None:
     if not result.best.simulated_s:
         return next(iter(ranked), None)
     chosen: dict[Candidate, None] = {}  # to simulate; an ordered set
+
     # The closed form underestimates interleaved schedules, so each schedule has its own fastest
     # plans.
     for interleaved in (False, True):

@@ -137,6 +137,7 @@ def best_subset(
         order=order or clusters,
         end=end,
     )
+
     # Good subsets first: the better the best price, the more families their floors exclude.
     search.price_all(_likely_subsets(idle, count, unit), search.moment(LIKELY_SHARE))
     search.move_nodes(unit, search.moment(LIKELY_SHARE))
@@ -183,7 +184,9 @@ class _SubsetSearch:
         order: Sequence[int],
         end: float,
     ):
-        """Begin with the family of all subsets, and none priced yet.
+        """Begin a search over subsets of the idle nodes: no subset is priced yet.
+
+        The queue has a single family, which contains all subsets.
 
         Args:
             idle: Idle nodes of each cluster.
@@ -216,6 +219,7 @@ class _SubsetSearch:
         #: Floors of families with a single fixed cluster.
         self.floors: dict[Family, float] = {}
         all_open: Family = (None,) * len(idle)  # the family of all subsets
+
         # Of equal bounds the newest family is divided first (depth first), so numbers fall.
         self.number = count_from(0, -1)
         #: Heap of the families that are neither divided nor excluded: the least floor is the first.
@@ -223,7 +227,7 @@ class _SubsetSearch:
 
     @property
     def best_s(self) -> float:
-        """Step time of the best subset so far; inf before the first."""
+        """Step time of the best subset of nodes so far, in seconds; inf before the first."""
         return self.found[0].step_s if self.found else inf
 
     @property
@@ -232,7 +236,7 @@ class _SubsetSearch:
         return not self.families or self.best_s <= self.families[0].floor_s * (1 + EQUAL)
 
     def moment(self, share: float) -> float:
-        """Return the moment of time.monotonic() at which a share of the remaining time is over."""
+        """Return the moment of time.monotonic() when the fraction `share` of the remaining time is over."""
         if self.end == inf:  # no time limit
             return self.end
         now = time.monotonic()
@@ -284,7 +288,7 @@ class _SubsetSearch:
                     self._price(tuple(nodes or 0 for nodes in part))
 
     def _push(self, floor_s: float, family: Family) -> None:
-        """Put a family of subsets into the queue, by its lower bound."""
+        """Put a family (set of subsets of the nodes) into the queue, sorted by its lower bound `floor_s`."""
         heapq.heappush(self.families, _OpenFamily(floor_s, next(self.number), family))
 
     def _floor_s(self, family: Family) -> float:
@@ -313,6 +317,7 @@ class _SubsetSearch:
                 floor_s = max(floor_s, self.floors[larger])
                 if floor_s >= self.best_s:
                     return floor_s
+
         # A family with a single fixed cluster has its own bound above. A subset (no open cluster)
         # needs none: it is priced instead.
         if None in family and len(fixed) > 1:
@@ -349,7 +354,7 @@ class _SubsetSearch:
         return fixed == sorted(fixed, reverse=True)
 
     def _price(self, counts: Counts) -> None:
-        """Compute the step time of the best plan on a subset of the nodes, and keep the subset.
+        """Search for the best plan on a subset of the nodes, and keep the subset with its step time.
 
         The subset is added to `found`, a heap with the fastest subset first, unless no plan fits its
         memory. A subset that equals an earlier one (up to interchangeable clusters) is skipped.
@@ -369,7 +374,7 @@ class _SubsetSearch:
         heapq.heappush(self.found, _Found(priced.step_s, counts, priced))
 
     def _canonical(self, counts: Counts) -> Counts:
-        """Return the representative of all subsets that differ only in interchangeable clusters.
+        """Return a representative of all subsets of the nodes that differ only in interchangeable clusters.
 
         Of interchangeable clusters, the cluster with most idle nodes gets the largest number of nodes
         of the subset, and so on.
@@ -445,13 +450,15 @@ def _likely_subsets(idle: Counts, count: int, unit: int) -> Iterator[Counts]:
         others = sorted(set(clusters) - set(order), key=lambda index: -idle[index])
         for multiple in dict.fromkeys((1, unit)):
             yield _fill_clusters(idle, count, (*order, *others), multiple)
+
     # Equal parts of 2, 3, ... clusters.
     for size in range(2, len(idle) + 1):
         part, remainder = divmod(count, size)
         if remainder:
             continue
         for chosen in combinations(clusters, size):
-            if all(idle[index] >= part for index in chosen):
+            has_enough_nodes = all(idle[index] >= part for index in chosen)
+            if has_enough_nodes:
                 yield tuple(part if index in chosen else 0 for index in clusters)
 
 

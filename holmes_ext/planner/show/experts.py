@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="which rank gets which expert, for --holmes-experts",
     )
+
     # EPLB is DeepSeek's heuristic for placing experts. If its placement gives a cluster more than X
     # times the mean, the limit of this cluster is that number.
     add(
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="a cluster gets at most X times the mean number of tokens (default: 1.1; or what EPLB gives it)",
     )
+
     # Default: the number of experts divided by the number of ranks. Each rank must hold them in any
     # case ("as many as must").
     add(

@@ -50,6 +50,7 @@ def asked_for(
         # Megatron-LM trains experts on several tensor-parallel ranks with --sequence-parallel only. With a
         # single tensor-parallel rank the flag changes nothing.
         model = replace(model, sequence_parallel=True)
+
     # stock_overlap: gradient reductions that the framework overlaps without holmes; the engine's
     # default here, replaced below by the setting of the command line.
     request = SearchResult(
@@ -259,6 +260,7 @@ def _candidate_of_layout(
     command = job.command_line
     options = job.options
     is_partitioned = bool(options.plan) or options.partition != "uniform"
+
     # refusals() yields the reasons why Megatron cannot run the command line; the first ends the
     # planning.
     for refusal in refusals(command, sizes, result.network.world, is_partitioned):
@@ -269,10 +271,12 @@ def _candidate_of_layout(
     if plan is not None:
         layers = plan.stage_layers or layers
         nodes = plan.nodes
+
     # needs_model: --holmes-partition balanced or the like, so that holmes is to choose the layers
     if shape.virtual > 1 and (layers or options.needs_model):
         _check_even_chunks(shape, layers)
         layers = ()  # even
+
     # A reduction can be hierarchical (first inside the clusters, then between them) depending on the
     # software that reduces the gradients:
     #   Megatron-LM (hierarchical_zero is set)   itself; hierarchical only with several instances of

@@ -45,6 +45,7 @@ def document(
     if not is_layout_only:
         optimality_gap.append(f"{best.step_s:.4g} s a step: {result.optimality_gap}.")
     placement = f"Stages on {result.describe(best)}; layers {search_table.split_text(best.split)}."
+
     # "placement", "clusters", "timeline", "ethernet" -> the picture as HTML
     drawn = {
         name: chart(partial(paint, result), name)

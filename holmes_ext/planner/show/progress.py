@@ -16,7 +16,7 @@ class ProgressBar(Progress):
     """Progress bar of the time limit, with the best step so far."""
 
     def __init__(self, seconds: float, quiet: bool):
-        """Create the bar, still hidden.
+        """Create a progress bar; it is not shown before the first update.
 
         Args:
             seconds: Time limit; the bar is full when it is over.

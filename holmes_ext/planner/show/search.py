@@ -113,7 +113,7 @@ def wanted_companions(args: argparse.Namespace) -> list[Contribution]:
 
 
 def wanted(args: argparse.Namespace) -> bool:
-    """Return whether the arguments ask for a search.
+    """Return whether the arguments of `holmes plan` request a search for the best plan.
 
     The first rule that applies decides:
 
@@ -132,10 +132,13 @@ def wanted(args: argparse.Namespace) -> bool:
         or args.html
         or args.command
     )
-    if args.picture or (args.explain and not has_search_option and not args.model):
+    only_explains = args.explain and not has_search_option and not args.model
+    if args.picture or only_explains:
         return False
+
     # wanted_companions(): extensions that an option selects; they show a forecast beside the plans
-    if args.search or wanted_companions(args) or args.limit:
+    is_requested = args.search or args.limit or wanted_companions(args)
+    if is_requested:
         return True
     has_job = args.model or args.command or args.global_batch
     return bool(has_job) and not sizes_given(args)
@@ -160,9 +163,11 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     links = Links.of_spec(spec)
     batch = global_batch(args, job, site)
     request = asked_for(Network(site, links), job, batch, limits_of(args, job))
+
     # The search may find facts about the job, such as nodes that slow it. `job` then has more lines to
     # print, and `json_keys` the same for --json.
     result, job, json_keys = _search(args, spec, job, request)
+
     # Results of extensions, such as the step of a job in each cluster (--joined).
     forecasts = _forecasts(args, result)
     for name, forecast in forecasts.items():
@@ -172,6 +177,7 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         plan = plan_of(result, result.best, job.options)
     if plan and args.output:
         plan.save(args.output)
+
     # The output simulates a few more steps. Simulations that have not ended at `end` are given up, and
     # the output does without them. (search_table.show() sets this deadline by itself.)
     end = TimeLimit.of_arguments(args).simulations_end
@@ -257,6 +263,7 @@ def _search(
             result = with_breadth_first(result)
         if request.rules.splits:  # the framework can split backward passes and list their order
             result = with_passes(result, output_begin)
+
     # The plans have changed since the first comparison with the user's layout.
     return _Found(compared(result, user_limits), job, json_keys)
 
@@ -319,6 +326,7 @@ def leave_out(
         f"{LEAVE_OUT}{', '.join(parts)}: a job on {folded(nodes)} takes {fewer_s:.4g} s a step, on all "
         f"nodes {all_s:.4g} s, {all_s / fewer_s:.2f} times as long"
     ]
+
     # plan="": the flags name no plan file, as the file of --output may be for all nodes.
     starts = start.launches_of(fewer, args, job, plan="")
     if job.sizes is not None:  # parallel sizes are given

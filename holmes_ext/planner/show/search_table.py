@@ -246,7 +246,7 @@ def title(result: SearchResult) -> str:
 
 
 def row_cells(name: str, candidate: Candidate, result: SearchResult) -> tuple[str, ...]:
-    """Return the cells of a plan's row, in the order of COLUMNS."""
+    """Return the texts of a plan's row in the table of plans, in the order of COLUMNS."""
     shape = candidate.shape
     tflops = result.flops_per_gpu(candidate) / 1e12
     closed_form_mark = "" if candidate.simulated_s else "~"

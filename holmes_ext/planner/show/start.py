@@ -52,6 +52,7 @@ def launches_of(
         plan,
         job.options,
     )
+
     # Without a plan file, the job orders its nodes itself, and its step may take longer.
     step_s = result.best.step_s if plan else step_without_plan_file(result)
     by_framework = {name: replace(launch, step_s=step_s) for name, launch in by_framework.items()}
@@ -60,6 +61,7 @@ def launches_of(
     if not framework:
         return by_framework
     launch = by_framework[framework]
+
     # --for may name another framework than that of the command. Then the command cannot be changed.
     is_for_command = framework_in_command in ("", framework)
     if args.command and is_for_command:

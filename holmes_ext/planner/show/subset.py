@@ -66,7 +66,7 @@ class RankedSubset(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the choice of nodes."""
+    """Add the options of `holmes plan` that choose nodes to request from a scheduler (--nodes)."""
     add = parser.add_argument_group("which nodes to ask for").add_argument
     add("--nodes", type=int, metavar="N", help="the N nodes of --from-cluster that train fastest")
     add(
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def wanted(args: argparse.Namespace) -> bool:
-    """Return whether the arguments ask for a choice of nodes.
+    """Return whether the arguments of `holmes plan` request a choice of nodes (--nodes).
 
     Raises:
         HolmesError: An option lacks the option that it belongs to.
@@ -130,7 +130,7 @@ class AvailableNodes:
         return in_closed_form(network, self.job, self.batch, self.limits, self.shapes, seconds)
 
     def price(self, counts: Counts) -> Priced:
-        """Return the price of a subset: the best step by the closed form."""
+        """Return the step time of the best plan on a subset of the nodes, by the closed form (its price)."""
         result = self.search(counts)
         step_s = result.best.formula_s
         return Priced(step_s, bound_s=step_s, plan=result)

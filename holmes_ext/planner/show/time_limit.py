@@ -26,7 +26,7 @@ class TimeLimit:
 
     @classmethod
     def of_arguments(cls, args: argparse.Namespace) -> TimeLimit:
-        """Return the limit of --seconds."""
+        """Create the time limit that --seconds sets."""
         begin = getattr(args, "begin", time.monotonic())  # main() sets it
         return cls(end=begin + args.seconds)
 

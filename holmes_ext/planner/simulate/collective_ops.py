@@ -47,11 +47,14 @@ class _ShardedPass:
     summing_classes: Hashable
 
     def weights(self, index: int) -> list[Op]:
-        """Return the operations before a layer that gather its weights, without overlap."""
+        """Return the simulated operations that gather a layer's weights right before the layer computes.
+
+        The gather does not overlap with computation: its end is awaited at once.
+        """
         return [*self._post("weights", index), *self._wait("weights", index)]
 
     def prefetched_weights(self, index: int) -> list[Op]:
-        """Return the operations before a layer: the wait for its weights, and the next layer's gather."""
+        """Return the operations before a layer: await its weights, and start the next layer's gather."""
         ops = []
         if index == 0:  # there is no earlier layer that could have started the gather
             ops += self._post("weights", index)
@@ -60,7 +63,10 @@ class _ShardedPass:
         return ops
 
     def gradients(self, index: int) -> list[Op]:
-        """Return the operations after a layer that sum its gradients, without overlap."""
+        """Return the simulated operations that sum a layer's gradients right after its backward pass.
+
+        The sum does not overlap with computation: its end is awaited at once.
+        """
         return [
             *self._post("scatter", index),
             *self._wait("scatter", index),
@@ -69,7 +75,7 @@ class _ShardedPass:
         ]
 
     def overlapped_gradients(self, index: int) -> list[Op]:
-        """Return the operations after a layer: its reduce-scatter, and the wait for the previous layer's.
+        """Return the operations after a layer: start its reduce-scatter, await that of the previous layer.
 
         After the last layer of the pass, all sums that are still on their way are awaited.
         """
@@ -127,7 +133,7 @@ class CollectiveOps(Collectives):
     """
 
     def _post(self, tag: Tag) -> list[Op]:
-        """Return the operations with which a rank starts a collective.
+        """Return the operations with which a rank of the simulation starts a collective.
 
         A rank posts a transfer when it is ready for it. A collective may be a single transfer. Or its
         bytes are divided into pieces, and each piece passes a chain of transfers, such as the steps
@@ -199,6 +205,7 @@ class CollectiveOps(Collectives):
         awaits_gathers = self.late_gather and letter == "F" and micro_batch == 0
         if not final and not awaits_gathers:
             return PassOperations(needs, launches)
+
         # A group: buckets of gradients that are sent together, after the layer `group.after`.
         for number, group in enumerate(self.bucket_groups.get((pipeline_class, stage), [])):
             # Layers of this pass's chunk with gradients in the group's buckets.
@@ -261,7 +268,7 @@ class CollectiveOps(Collectives):
         return PassOperations(needs, launches)
 
     def after(self, pipeline_class: int, stage: int) -> Iterator[Op]:
-        """Yield the operations after the last pass: remaining reductions, optimizer, weight gather.
+        """Yield a rank's operations after its last pass: remaining reductions, optimizer, weight gather.
 
         The weights are gathered here under ZeRO 1 and 2, unless that overlaps with the next forward
         pass. ZeRO 3 gathers them before each pass, and ZeRO 0 has all weights on each rank.
@@ -297,6 +304,7 @@ class CollectiveOps(Collectives):
             groups = self.shards or self.groups
             if (pipeline_class, stage) in groups:
                 shards = groups[pipeline_class, stage].ranks
+
         # All chunks of the stage: chunk c is at c x stages + stage.
         parameters = sum(
             self.parameters[layer]
@@ -329,7 +337,7 @@ class CollectiveOps(Collectives):
                 )
 
     def _loss(self, pipeline_class: int, stage: int) -> list[Op]:
-        """Return a rank's operations for the loss: the last stage sends it to all others.
+        """Return the operations by which the last stage sends the loss to all other stages.
 
         The sender's waits end when all bytes have left, the receivers' when they have arrived.
 

@@ -71,7 +71,7 @@ class Collectives:
         model: Model,
         maker: TransferMaker,
     ):
-        """Make a transfer for each collective of a step; `transfers` has them by tag (key).
+        """Create the transfers of all collectives of a step; `transfers` has them by tag (key).
 
         Args:
             fold: Compact placement: it has a representative of each set of equal ranks.
@@ -103,6 +103,7 @@ class Collectives:
         #: Tag of a collective -> tags of the transfers to post instead: the first of each of its
         #: chains.
         self.starts: dict[Tag, list[Hashable]] = {}
+
         # By (pipeline class, stage): groups that sum gradients, groups that shard, buckets.
         self.groups: dict[tuple[int, int], GroupFamily] = {}
         self.shards: dict[tuple[int, int], GroupFamily] = {}
@@ -119,10 +120,10 @@ class Collectives:
             self._add_numbers()
 
     def _add_numbers(self) -> None:
-        """Add the transfers of gradient norm and loss (a number each) for every pipeline class.
+        """Add the messages of single numbers (gradient norm and loss) to the step's transfers.
 
-        A pipeline class is all pipelines on equal nodes. The norm is all-reduced among a pipeline's
-        stages; the loss goes from the last stage to each other stage.
+        A pipeline class is all pipelines on equal nodes; each has its own. The norm is all-reduced
+        among a pipeline's stages; the loss goes from the last stage to each other stage.
         """
         last = self.stages - 1
         for pipeline_class in range(len(self.fold.pipeline_classes)):
@@ -329,7 +330,7 @@ class Collectives:
                 self._add_ring(across, self._ring(across), tag, [shard_bytes])
 
     def _of_cluster(self, family: GroupFamily) -> GroupFamily:
-        """Return the groups without the pipelines that lie in other clusters.
+        """Restrict groups of ranks to the pipelines that lie in the groups' own cluster.
 
         A pipeline class is all pipelines on equal nodes; on this stage it lies in a single cluster.
 
@@ -348,7 +349,7 @@ class Collectives:
         return self.network.ring(family, inside_bps=self._link_bps(family.node_types))
 
     def _link_bps(self, node_types: Iterable[int]) -> float:
-        """Return the least rate between the GPUs of a node, over node types, in bits/s."""
+        """Return the least rate between the GPUs of a node, over several node types, in bits/s."""
         clusters = [self.network.cluster(node_type) for node_type in node_types]
         return min(self.model.gpu_of(cluster).link_bps for cluster in clusters)
 

@@ -112,7 +112,7 @@ class Transfer:
     notices_behind: list[Hashable] = field(default_factory=list, init=False)
 
     def fresh(self) -> Transfer:
-        """Return the same transfer, not begun."""
+        """Return a copy of the transfer that has not begun."""
         return Transfer(
             self.parties,
             self.fixed_s,
@@ -131,7 +131,7 @@ class Transfers(dict[Hashable, Transfer]):
     """Transfers of a simulation by tag (key), copied from templates when first used."""
 
     def __init__(self, templates: Mapping[Hashable, Transfer]):
-        """Keep the templates.
+        """Create a dictionary of transfers that copies a template when a key is first used.
 
         Args:
             templates: Tag (key) -> transfer to copy. A transfer that recurs in each micro-batch has the
@@ -155,7 +155,7 @@ class Simulation:
         transfers: dict[Hashable, Transfer],
         capacities: dict[Hashable, float],
     ):
-        """Prepare the simulation.
+        """Prepare a simulation of actors that compute and exchange data; run() executes it.
 
         Args:
             programs: Operations of every actor.
@@ -173,6 +173,7 @@ class Simulation:
         self.position = [0] * len(programs)
         self.spans: list[list[Span]] = [[] for _ in programs]
         self.flows: dict[Hashable, dict[Hashable, Transfer]] = {}  # NIC -> tag -> flow
+
         # Channel -> tags of its transfers that are ready, in order; the first is under way.
         self.channels: dict[Hashable, deque[Hashable]] = {}
         self.carried: dict[Hashable, float] = {}  # NIC -> bits
@@ -204,7 +205,7 @@ class Simulation:
         return self.spans
 
     def _at(self, moment: float, action: Callable[[Any], None], argument: Any) -> None:
-        """Schedule an action with its argument."""
+        """Schedule `action(argument)` for a moment of the simulated time."""
         self.event_count += 1
         heappush(self.events, (moment, self.event_count, action, argument))
 
@@ -277,7 +278,7 @@ class Simulation:
             self._post(tag)
 
     def _post(self, tag: Hashable, ready: float | None = None) -> None:
-        """Note that a party is ready for a transfer; begin it if all are and its channel is free.
+        """Note that an actor is ready for a transfer; begin it if all are and its channel is free.
 
         Args:
             tag: Key of the transfer.
@@ -301,7 +302,7 @@ class Simulation:
             self._begin(tag)
 
     def _begin(self, tag: Hashable) -> None:
-        """Let the bits of a transfer flow after its startup time."""
+        """Schedule the start of a transfer's flow of bits, after its fixed startup time."""
         self._at(self.now + self.transfers[tag].fixed_s, self._start_flow, tag)
 
     def _start_flow(self, tag: Hashable) -> None:
@@ -342,7 +343,7 @@ class Simulation:
             self._update_rates({tag: transfer})
 
     def _end_flow(self, flow: tuple[Hashable, int]) -> None:
-        """End a flow, unless its rate has changed since this event was scheduled.
+        """End the flow of a transfer's bits, unless its rate changed after this event was scheduled.
 
         Args:
             flow: Key of the transfer, and the version of the rate for which its end was computed.
@@ -382,7 +383,7 @@ class Simulation:
             self._arrive(tag)
 
     def _arrive(self, tag: Hashable) -> None:
-        """End a transfer: post the next transfer of its chain, and let the waiting actors go on."""
+        """Mark a transfer as arrived: start the next one of its chain, and let waiting actors go on."""
         transfer = self.transfers[tag]
         transfer.ended = self.now
         if transfer.then is not None:
@@ -390,7 +391,7 @@ class Simulation:
         self._release(transfer, transfer.waiting)
 
     def _release_senders(self, transfer: Transfer) -> None:
-        """Let the senders go on that wait for a transfer."""
+        """Let the actors continue that wait until all bits of their message have left."""
         senders: list[_Waiter] = []
         receivers: list[_Waiter] = []
         for waiter in transfer.waiting:
@@ -473,8 +474,8 @@ def _fair_rates(
     """
     if len(flows) == 1:
         ((tag, flow),) = flows.items()
-        shares = (capacities[nic] / weight for nic, weight in flow.uses if weight > _NO_WEIGHT)
-        return {tag: min((flow.limit_bps, *shares))}
+        nics_bps = (capacities[nic] / weight for nic, weight in flow.uses if weight > _NO_WEIGHT)
+        return {tag: min((flow.limit_bps, *nics_bps))}
     free_bps = {nic: capacities[nic] for nic in nics}
     weights = dict.fromkeys(nics, 0.0)  # of the growing flows on each NIC
     for flow in flows.values():

@@ -18,7 +18,7 @@ class ChunkLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class Gradient:
-    """Gradient of a parameter."""
+    """Gradient of a parameter: its layer, its size, and when in the backward pass it is final."""
 
     chunk_layer: ChunkLayer
     #: Bytes.

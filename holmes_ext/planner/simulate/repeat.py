@@ -76,6 +76,7 @@ def folded_causes(job: JobStep, step_s: float) -> dict[str, float]:
     few, round_size = _first_simulation(job)
     # The middle may repeat after 1 to MAX_PERIOD rounds. ALL_PERIODS rounds are a multiple of each.
     period = ALL_PERIODS * round_size
+
     # Two simulations that differ by a period. The smaller has at least `few` micro-batches, and
     # lacks a whole number of periods.
     lacking_periods = (total - few) // period
@@ -147,6 +148,7 @@ def _from_few_s(job: JobStep, few: int, round_size: int) -> float:
     omitted_s = _omitted_s(spans, stages, periods, omitted)
     if omitted_s:
         return end_of(spans) + omitted_s
+
     # Pipeline classes (on different nodes) that share no network before their gradients are reduced
     # may repeat with different periods.
     groups = job.apart()
@@ -162,6 +164,7 @@ def _from_few_s(job: JobStep, few: int, round_size: int) -> float:
         if not delay_s:
             return 0.0
         begins |= dict.fromkeys(classes, delay_s)
+
     # Each class starts later by the time of its omitted micro-batches. So each reaches the
     # reduction of its gradients, where the classes meet, at the same moment as in a full step.
     delayed = job.simulation(count, [begins[number] for number in sorted(begins)])
@@ -214,10 +217,12 @@ def _period_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> floa
         for span in actor_spans
         if span.kind in _PASSES
     }
+
     # From here on an actor does cool-down passes. These do not repeat.
     last_forward_end_s = min(
         max(span.end for span in actor_spans if span.kind == "forward") for actor_spans in spans
     )
+
     # Longest time, over the pipeline classes, from a micro-batch's first to its last pass.
     lifetime_s = 0.0
     for first_stage in range(0, len(spans), stages):
@@ -225,6 +230,7 @@ def _period_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> floa
         if not actor_lifetime_s:
             return 0.0
         lifetime_s = max(lifetime_s, actor_lifetime_s)
+
     # Compare all passes of the last two lifetimes with those a period before.
     since = last_forward_end_s - 2 * lifetime_s
     if since <= 0:
@@ -232,13 +238,16 @@ def _period_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> floa
     period_s = 0.0  # set by the first pass; all others must agree
     rounding_s = ROUNDING * last_forward_end_s
     for (actor, kind, chunk, micro_batch), end in ends.items():
-        if since < end <= last_forward_end_s:
-            before = ends.get((actor, kind, chunk, micro_batch - period))
-            if before is None:
-                return 0.0
-            period_s = period_s or end - before
-            if abs(end - before - period_s) > rounding_s:
-                return 0.0
+        is_compared = since < end <= last_forward_end_s
+        if not is_compared:
+            continue
+        end_before = ends.get((actor, kind, chunk, micro_batch - period))
+        if end_before is None:
+            return 0.0
+        elapsed_s = end - end_before
+        period_s = period_s or elapsed_s
+        if abs(elapsed_s - period_s) > rounding_s:
+            return 0.0
     return period_s
 
 

@@ -120,12 +120,10 @@ class _Neighbours:
         letter, micro_batch, chunk = stage_pass
         virtual_stage = chunk * self.stages + self.stage
         if letter == "F":
-            return (
-                [(ACTIVATION, virtual_stage, micro_batch)]
-                if virtual_stage < self.last_virtual_stage
-                else []
-            )
-        if letter == "W" or not virtual_stage:
+            if virtual_stage == self.last_virtual_stage:
+                return []
+            return [(ACTIVATION, virtual_stage, micro_batch)]
+        if letter == "W" or virtual_stage == 0:
             return []
         return [(GRADIENT, virtual_stage - 1, micro_batch)]
 
@@ -149,19 +147,7 @@ def _with_early_receives(
     posts_after: dict[Message | None, list[Op]] = defaultdict(list)
     for stage_pass in order:
         for message in neighbours.needs(stage_pass):
-            letter, virtual_stage, micro_batch = message
-            sent = None
-            if planned:
-                # The receive is posted after a pass of this stage: (letter, micro-batch), or None
-                # for the step's start.
-                after = planned.posted_after(virtual_stage, _PASS_OF[letter], micro_batch)
-                if after:
-                    # More precisely after the message that this pass sends, to the neighbour from
-                    # which the receive is: a gradient if an activation is received, and vice versa.
-                    # Both have the number of the link between the two, `virtual_stage`.
-                    _, sent_micro_batch = after
-                    opposite = GRADIENT if letter == ACTIVATION else ACTIVATION
-                    sent = (opposite, virtual_stage, sent_micro_batch)
+            sent = _sent_before(message, planned) if planned else None
             posts_after[sent].append(("post", message))
     yield from posts_after[None]
     for stage_pass in order:
@@ -171,6 +157,26 @@ def _with_early_receives(
         for message in neighbours.makes(stage_pass):
             yield ("post", message)
             yield from posts_after[message]
+
+
+def _sent_before(message: Message, planned: PassOrder) -> Message | None:
+    """Return the message after which the receive of another is posted; None at the step's start.
+
+    A written order of passes names a pass of the receiving stage. The receive is posted after the
+    message that this pass sends, to the neighbour from which the receive is. So a gradient is sent if
+    an activation is received, and vice versa, and both pass the same link.
+
+    Args:
+        message: Message to receive: (letter, link, micro-batch).
+        planned: Written order of passes.
+    """
+    letter, link, micro_batch = message
+    sending_pass = planned.posted_after(link, _PASS_OF[letter], micro_batch)
+    if not sending_pass:
+        return None
+    _, sent_micro_batch = sending_pass
+    opposite = GRADIENT if letter == ACTIVATION else ACTIVATION
+    return opposite, link, sent_micro_batch
 
 
 def _megatron_1f1b(order: Sequence[Pass], neighbours: _Neighbours, warm_up: int) -> Iterator[Op]:

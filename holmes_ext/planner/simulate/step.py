@@ -149,14 +149,14 @@ def simulate(
 
 
 class _Actor(NamedTuple):
-    """All ranks of a stage in pipelines on equal nodes (a class); they do the same at the same time."""
+    """All ranks of a stage that do the same at the same time: those in pipelines on equal nodes (a class)."""
 
     pipeline_class: int
     stage: int
 
 
 class _LinkedClasses(NamedTuple):
-    """Pipeline classes (pipelines on equal nodes) with messages on common NICs or WAN links."""
+    """Pipeline classes (pipelines on equal nodes) whose messages share NICs or WAN links."""
 
     pipeline_classes: set[int]
     resources: set[Hashable]
@@ -173,7 +173,7 @@ class JobStep:
         run: Execution,
         costs: StageCosts,
     ):
-        """Prepare the transfers of a step.
+        """Prepare a training step for simulation: create its transfers and its actors.
 
         Args:
             run: Schedule and overlap.
@@ -282,14 +282,14 @@ class JobStep:
 
     @property
     def _compressed_share(self) -> float:
-        """Bytes sent for each byte of an activation on Ethernet."""
+        """Bytes that Ethernet carries for each byte of an activation, after compression."""
         if self.network.single_fabric:  # a job without holmes compresses nothing
             return 1.0
         return compressed_share(self.run.compression, self.model.activation_width)
 
     @property
     def _slices(self) -> int:
-        """Tensor parallel ranks that share out a message on Ethernet."""
+        """Number of tensor parallel ranks that share out an activation on Ethernet; 1: no slices."""
         sizes = self.fold.full_placement.sizes
         is_sliced = (
             self.network.single_fabric is None
@@ -356,7 +356,7 @@ class JobStep:
         return [group.pipeline_classes for group in groups]
 
     def step(self, micro_batches: int = 0) -> Step:
-        """Simulate the step with some of its micro-batches (0: all). Equal ranks share a timeline."""
+        """Simulate the step with `micro_batches` micro-batches (0: all); equal ranks share a timeline."""
         simulation = self.simulation(micro_batches or self.costs.micro_batches)
         timelines = []
         for (pipeline_class, stage), spans in zip(self.actors, simulation.run()):

@@ -29,7 +29,7 @@ class TransferMaker:
     """
 
     def __init__(self, network: Network, message_s: float):
-        """Set the network.
+        """Create a factory of transfers for a network.
 
         Args:
             network: Fabrics and rates.
@@ -84,6 +84,7 @@ class TransferMaker:
         if load.fabric is None:  # inside a node
             return Transfer(parties, fixed_s=load.price.seconds(total_bytes))
         curve = self.network.curve(load)  # startup time by size, and the rate of one flow
+
         # For each collective: startup time of one of its messages.
         startups_s = [curve.fixed_s(load.message_share * size) + self.message_s for size in sizes]
         # Latency between clusters beyond the fabric's own, once for each collective.
@@ -121,12 +122,14 @@ class TransferMaker:
                 curve = self.network.curve(load)  # startup time by size
                 startup_s = curve.fixed_s(load.message_share * size) + self.message_s
                 fixed_s = max(fixed_s, load.messages * startup_s)
+
         # `wan_latency_s` is the latency between clusters. If the step blocks the next step on its
         # channel, that waits for the way there and back. Otherwise the step only arrives later.
         latency_s = flow.wan_latency_s
         if flow.awaits_arrival:
             fixed_s += 2 * flow.wan_latency_s
             latency_s = 0.0
+
         # Resource (NIC, WAN link or CPU) -> weight: bits through it for each bit of the flow. The
         # loads run at once, as a flow of `size` bytes; a load sends `volume` bytes for each byte.
         weights: dict[Hashable, float] = {}
@@ -166,9 +169,11 @@ class TransferMaker:
             self.capacities[nic] = link.rate_bps
         for hop, _ in load.hops:
             self.capacities[hop.key] = hop.rate_bps
+
         # A hierarchical all-reduce also costs CPU time for each of its `cpu_messages`. on_cores()
         # takes their number for each byte sent; size * load.volume bytes are sent.
         messages_per_byte = load.cpu_messages / size / load.volume
+
         # At most 1 pair: (CORES, CPU use for each bit of the flow); none without shared cores.
         cores = self.network.links.on_cores(load.fabric, load.senders, messages_per_byte)
         # load.hops and load.nics: pairs of a WAN link or NIC, and its number of equal flows. This

@@ -129,18 +129,21 @@ def _wait() -> None:
     """
     begin = time.monotonic()
     deadlines = {ended: begin + seconds for ended, seconds in list(_awaited.items())}
+    # First wait silently, for at most _SILENT_S seconds.
     for ended, deadline in deadlines.items():
         ended.wait(max(0.0, min(deadline, begin + _SILENT_S) - time.monotonic()))
+
+    # Then print a line, and wait for the remaining events until their time limits.
     now = time.monotonic()
-    pending = {
-        ended: deadline
-        for ended, deadline in deadlines.items()
-        if not ended.is_set() and deadline > now
-    }
+    pending = {}
+    for ended, deadline in deadlines.items():
+        if not ended.is_set() and deadline > now:
+            pending[ended] = deadline
     if pending:
         _report(pending=len(pending), longest_s=max(pending.values()) - now)
     for ended, deadline in pending.items():
         ended.wait(max(0.0, deadline - time.monotonic()))
+
     # The operations have ended, but gloo's threads still need the GIL to free the tensors.
     let_threads_free_tensors()
 

@@ -74,7 +74,7 @@ def message_spec(tensor: Any) -> MessageSpec:
 
 
 class _SentMessage(NamedTuple):
-    """A message that was sent without waiting."""
+    """Tensor that was sent to a neighbouring stage without waiting, and the handle of its send."""
 
     micro_batch: int
     work: Any
@@ -82,7 +82,7 @@ class _SentMessage(NamedTuple):
 
 
 class _PostedReceive(NamedTuple):
-    """A receive that was started in advance."""
+    """Receive of a message that was started before the message is needed, with its buffer."""
 
     buffer: Any
     work: Any
@@ -123,6 +123,7 @@ def of_pairs(
         else:
             groups[earlier_rank, "send"] = gradients
             groups[earlier_rank, "recv"] = activations
+
     # Neighbour -> (stage of this rank, stage of the neighbour).
     ends = {neighbour: (stages[rank], stages[neighbour]) for neighbour, _ in groups}
     return Mailbox(groups, ends)
@@ -136,7 +137,7 @@ class Mailbox:
     """
 
     def __init__(self, groups: dict[tuple[int, str], Any], ends: Mapping[int, tuple[int, int]]):
-        """Create a mailbox whose messages have no shapes and dtypes yet.
+        """Create the sender and receiver of a rank's messages to its neighbouring pipeline stages.
 
         The pipeline engine may declare them before a step, with expect() and announce(). Otherwise
         the first step receives with blocking calls and records them from the tensors
@@ -169,16 +170,19 @@ class Mailbox:
         # Neighbour -> shapes and dtypes of the messages of a micro-batch.
         self._announced: dict[int, Sequence[MessageSpec]] = {}  # messages to the neighbour
         self._expected: dict[int, Sequence[MessageSpec]] = {}  # messages from the neighbour
+
         # Neighbour -> shape and dtype of each message received in a step of blocking calls.
         self._recorded: dict[int, list[MessageSpec]] = {}
 
         # State of the current step. Keys are neighbours, except in _sent_messages.
         self._micro_batches = 0  # of the whole step
         self._device_tensor: Any = None  # receive buffers are allocated on its device
+
         # When to post receives: before or after each pass, and how many.
         self._posting_rules: dict[int, PostingRule | ListedPostingRule] = {}
         # "F" or "B" (the pass that sent) -> messages whose tensors are still kept.
         self._sent_messages: dict[str, deque[_SentMessage]] = defaultdict(deque)
+
         # Receives that recv() has not used yet, the oldest first.
         self._posted: dict[int, deque[_PostedReceive]] = defaultdict(deque)
         self._posted_micro_batches: Counter[int] = Counter()  # micro-batches with posted receives
@@ -332,10 +336,12 @@ class Mailbox:
         messages_per_micro_batch = len(self._expected[peer])
         micro_batch = self._received_messages[peer] // messages_per_micro_batch
         self._received_messages[peer] += 1
+
         # posted_before() returns how many micro-batches must have posted receives before this pass.
         # Missing receives are posted now. The receive of this message may be among them.
         self._post_receives(peer, self._posting_rules[peer].posted_before(micro_batch))
         posted = self._posted[peer].popleft()
+
         # `encoded` takes the message as it is sent. decode() then fills `tensor` from it.
         encoded, decode = self.wire_to(peer).incoming(tensor)
         self._check_expected(posted.buffer, encoded, peer)
@@ -369,7 +375,7 @@ class Mailbox:
             messages.popleft().work.wait()  # afterwards nothing refers to the tensor
 
     def end(self) -> None:
-        """Wait until all messages of the step have been sent, and end the step."""
+        """Wait until all messages of the training step have been sent, and end the step."""
         for kind in self._sent_messages:
             self.release_sent(kind, index=inf)
         self.is_open = False
@@ -398,7 +404,7 @@ class Mailbox:
         decode()
 
     def _post_receives(self, peer: int, micro_batches: int) -> None:
-        """Start the receives of the step's first micro-batches from a neighbour, if not started yet.
+        """Start the receives (irecv) of the step's first micro-batches from a neighbour, if not started yet.
 
         Args:
             micro_batches: Number of micro-batches, counted from the beginning of the step.

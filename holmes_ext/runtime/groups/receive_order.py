@@ -310,6 +310,7 @@ class ListedOrder:
         if receives_gradients:
             return ListedPostingRule(activations_before=activations_before_at_earlier_stage)
         own_passes = self.order(stage, micro_batches)
+
         # Forward pass ("F") of each micro-batch -> number of gradients that this stage has sent
         # before. These are its backward passes before it: whole ones ("B") and those that compute
         # only the gradient of the input ("I").

@@ -288,6 +288,7 @@ def node_environment(
     if environ.get("NCCL_NET"):
         lines.append(_unset_net_message(environ["NCCL_NET"], node, fabrics))
         del environ["NCCL_NET"]
+
     # SHARED is NCCL_COMM_SPLIT_SHARE_RESOURCES.
     if environ.get(SHARED, "0") != "0" and len(node.ports) > 1:
         reason = "a group with a network of its own cannot share its parent's resources"

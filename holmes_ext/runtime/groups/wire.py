@@ -91,7 +91,7 @@ class Wire:
         return slice_codec.encode(own_slice.view(-1), residual=None)  # no error feedback
 
     def incoming(self, tensor: Any) -> tuple[Any, Finish]:
-        """Prepare to receive a tensor.
+        """Prepare to receive a tensor whose slices arrive compressed, on several tensor-parallel ranks.
 
         Args:
             tensor: Contiguous tensor that is filled.

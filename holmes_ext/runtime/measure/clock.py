@@ -46,7 +46,7 @@ class StepCounter:
     """
 
     def __init__(self) -> None:
-        """Create a counter that has not seen any step."""
+        """Create a counter of training steps that has not seen any optimizer step."""
         # Weak references: the counter lives as long as the job and must not keep the memory of a model that
         # the program deleted. If the leader was deleted, the next parameter becomes the leader.
         self._leader: weakref.ref[Any] | None = None
@@ -63,6 +63,7 @@ class StepCounter:
         leader = None
         if self._leader is not None:
             leader = self._leader()  # None if the program has deleted it
+
         # This parameter may be updated for the second time without an update of the leader in
         # between. Then the leader is updated in only some training steps, or in none any more.
         # Counting the updates of such a leader would miss training steps.
@@ -170,7 +171,7 @@ def ask(
     clock: Clock = time.monotonic,
     ended: threading.Event | None = None,
 ) -> Offset:
-    """Return the offset of this node's clock from that of rank 0's node, as in NTP.
+    """Measure the offset of this node's clock from that of rank 0's node, as NTP does.
 
     The other clock is taken to have been read in the middle of the round trip. The shortest of several
     trips counts, since its error is the smallest.

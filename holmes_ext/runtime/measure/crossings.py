@@ -297,6 +297,7 @@ def _measure_pair(
         elif takes_part and is_receiver:
             _serve(server, streams)
     barrier()
+
     # `results` is empty on ranks that do not send. The first sender has two results, of the single
     # stream and of all streams. Every other sender has only the latter.
     stream_bps = _median(results[:1]) if is_in_first else 0.0
@@ -305,7 +306,7 @@ def _measure_pair(
 
 
 def _median(rates: Sequence[_Rates]) -> float:
-    """Return the bits/s of several senders together, as the median over the parts of the time.
+    """Return the bits/s of several senders together: the median over equal parts of the time.
 
     If nothing arrived in most parts, the mean is returned.
     """
@@ -344,7 +345,7 @@ def _ping(address: tuple[str, int]) -> float:
 
 
 def _flood(address: tuple[str, int], streams: int, trip_s: float) -> _Rates:
-    """Send TCP streams to another node, and return the bits/s that its process received.
+    """Send TCP streams to another node for a few seconds, and return the rates at which it received them.
 
     The receiver counts nothing in the first LEAD_S seconds, while TCP's windows grow. It divides
     the following WINDOW_S seconds into PARTS equal parts. Both times are longer if `trip_s` is
@@ -435,7 +436,7 @@ def _received_rates(connection: socket.socket, lead_s: float, window_s: float) -
 
 
 def _discard(connection: socket.socket) -> None:
-    """Receive and drop data until the sender closes the connection."""
+    """Receive data and drop it, until the sender closes the connection."""
     buffer = bytearray(_BUFFER_BYTES)
     while connection.recv_into(buffer):
         pass
@@ -450,7 +451,7 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _together(calls: Sequence[Callable[[], None]]) -> None:
-    """Call functions in threads, and wait until all have returned."""
+    """Call functions at the same time in threads, and wait until all have returned."""
     threads = [threading.Thread(target=call, daemon=True) for call in calls]
     for thread in threads:
         thread.start()

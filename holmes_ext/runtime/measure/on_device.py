@@ -49,7 +49,7 @@ class TimedSpans(NamedTuple):
 
 
 class _Interval(NamedTuple):
-    """Start and end of an operation, in seconds of the host's clock."""
+    """Start and end of an operation on the GPU, in seconds of the host's clock."""
 
     start_s: float
     end_s: float
@@ -154,6 +154,7 @@ class DeviceClock:
         if self._reference is None or self.capturing():
             return
         self._compute = self._cuda.current_stream()
+
         # Replace the reference by the event of an earlier step, if the GPU has passed that event.
         # Until then, the event stays the next reference, and this step records no event of its own.
         # The GPU may be behind the host by more than a step.
@@ -177,7 +178,7 @@ class OnDevice:
     """
 
     def __init__(self, recorder: Any, clock: DeviceClock):
-        """Create the part of a telemetry Recorder that measures operations on the GPU."""
+        """Create the object that measures NCCL operations on the GPU for a telemetry Recorder."""
         self._recorder = recorder
         self._clock = clock
         self._polling = threading.RLock()  # held while operations end
@@ -206,12 +207,12 @@ class OnDevice:
         return TimedSpans(done, still_open)
 
     def launch(self, op: Op) -> None:
-        """Record a CUDA event directly before an operation over NCCL is launched."""
+        """Mark the start of an operation over NCCL: record a CUDA event directly before its launch."""
         self.poll(op.group)
         op.launch_mark = self._clock.mark()
 
     def launched(self, op: Op) -> None:
-        """Record a CUDA event after an operation without a Work: it runs on the current stream."""
+        """Mark the end of an operation without a Work: record a CUDA event on the current stream."""
         if op.work is None:
             op.end_mark = self._clock.mark()
         op.group.on_device.append(op)
@@ -333,6 +334,7 @@ class OnDevice:
         clock.recycle(*[member.launch_mark for member in members])
         for before, after in op.waits:
             clock.recycle(before, after)
+
         # An operation with a Work shares end_mark with its first wait, whose events were given back
         # above. Only the end_mark of an operation without Work is left.
         if op.work is None:

@@ -164,6 +164,7 @@ def _kind_by_sizes(members: tuple[int, ...], sizes: Sizes, world_size: int) -> s
             axes.add(axis)
     if axes == {"dp"}:  # a part of a data-parallel group
         return "data"
+
     # Gradients are averaged over data-parallel and context-parallel ranks together. But a group of
     # all ranks of the job may have another purpose. For such a group the result is "", and the
     # caller then takes it for "world".
@@ -226,6 +227,7 @@ class GroupTraffic:
         self.backend = backend_of(process_group)
         traits = traits_of(self.backend)
         self.is_on_device = traits.is_nccl  # its operations run on CUDA streams
+
         # torch's newer NCCL backend. Since torch 2.15, the name "nccl" stands for it, too.
         self.is_nccl2 = traits.is_nccl2
         # torch's description of a group that the program has not described is "undefined".

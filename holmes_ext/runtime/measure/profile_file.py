@@ -122,6 +122,7 @@ def _write_together(current: session.Session, report: dict[str, Any], path: str)
         store.set(f"{prefix}/error", error)
     store.wait([f"{prefix}/error"], timedelta(seconds=2 * _COLLECT_SECONDS))
     stored_error: str = store.get(f"{prefix}/error").decode()
+
     # This rank needs the store no more.
     append_entry(store, f"{prefix}/left", b"", count=1, total=world)
     # current.rank is this process's rank in the job; current.process.rank is the launcher's, and holmes may
@@ -168,9 +169,11 @@ def merge(current: session.Session, reports: list[dict[str, Any]]) -> Profile:
     first = reports[0]
     stage_count = 1 + max(report["stage"] for report in reports)
     gradient_bytes = _largest_of_layers(reports, "gradient_bytes")
+
     # Transformer blocks have numbers; "before" and "after" are the layers before and after them.
     block_count = sum(isinstance(label, int) for label in gradient_bytes)
     labels: list[Label] = ["before", *range(block_count), "after"]
+
     # If the user has given no parallel sizes, use the framework's: "tensor" is the number of
     # tensor-parallel ranks.
     sizes = current.plan.sizes or Sizes(pipeline=stage_count, tensor=first["tensor"])

@@ -65,7 +65,7 @@ class Profiler:
         clock: Callable[[], Any] = time.perf_counter,
         seconds: Callable[[Any, Any], float] = _difference,
     ):
-        """Create a profiler.
+        """Create a profiler of training steps.
 
         Args:
             steps: Steps to measure, after WARM_UP steps.
@@ -100,7 +100,7 @@ class Profiler:
 
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:
-        """Measure the block of a `with` statement as a part of the step.
+        """Measure the block of a `with` statement as a part of the training step.
 
         Args:
             kind: Name of the part: "forward", "backward", "send", "receive", "reduce", "optimizer"
@@ -135,7 +135,7 @@ class Profiler:
             self._hooks.append(module.register_forward_pre_hook(on_forward, with_kwargs=True))
 
     def release(self) -> None:
-        """Remove the hooks that watch() has added to modules."""
+        """Remove the hooks of torch modules that watch() has added."""
         while self._hooks:
             self._hooks.pop().remove()
 

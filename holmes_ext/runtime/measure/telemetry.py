@@ -66,7 +66,7 @@ class Recorder:
         on_step: Callable[..., None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Create a recorder.
+        """Create the recorder of this process's operations in torch.distributed.
 
         Args:
             rank: Rank of this process.
@@ -259,11 +259,11 @@ class Recorder:
         self.open.pop(id(op), None)
 
     def finish(self, op: Op) -> None:
-        """Record that an operation is over now."""
+        """Set the end of an operation to now: it is over."""
         self.end(op, self.clock())
 
     def end(self, op: Op, end: float) -> None:
-        """Record that an operation was over at time `end`, with the operations coalesced with it, if any."""
+        """Set the end of an operation, and of the operations that torch coalesced with it, to time `end`."""
         # A thread of the backend and the program may both see the end. The later of them waits for the lock.
         with self._end_lock:
             for member in (*op.coalesced, op):
@@ -286,7 +286,7 @@ class Recorder:
         return result
 
     def settle(self, seconds: float) -> None:
-        """Wait until the ends of all operations so far are recorded, or the time is over.
+        """Wait until the ends of all started operations are recorded, or `seconds` have passed.
 
         An operation may end after its training step: a thread of gloo, or poll() with NCCL, records
         that. Operations that do not end in time stay unrecorded, without an error.
@@ -313,7 +313,7 @@ class Recorder:
             self.finish(op)
 
     def on_gpu(self, on: bool) -> None:
-        """Measure parts of a step on the calling thread's GPU from now on; on the host if not `on`."""
+        """Time parts of the training step on the calling thread's GPU if `on`, else on the host."""
         self.spans_on_device = on
         if on:
             import torch
@@ -321,7 +321,7 @@ class Recorder:
             self.device_index = torch.cuda.current_device()
 
     def span_mark(self) -> SpanMark:
-        """Return the time and GPU memory now, to mark the begin or end of a span (a part of a step)."""
+        """Return the current time and GPU memory, to mark the begin or end of a part of the training step."""
         if not self.spans_on_device or self.device.captures():
             return SpanMark(self.clock(), memory_bytes=0)
         import torch

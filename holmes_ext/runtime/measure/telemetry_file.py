@@ -151,11 +151,11 @@ class Writer:
         self._queue.put(step)
 
     def put(self, document: dict[str, Any]) -> None:
-        """Queue a JSON document for the file, such as the offset of the clock."""
+        """Queue a JSON document as a line of the telemetry file, such as the offset of the clock."""
         self._queue.put(document)
 
     def close(self) -> None:
-        """Write all queued lines, then close the file. This takes at most _CLOSE_S seconds.
+        """Write all queued lines of telemetry, then close the file. This takes at most _CLOSE_S seconds.
 
         Operations that were under way at the end of the last step, and have ended since, are in no step's
         line. They get a further line, if there are any.
@@ -258,6 +258,7 @@ class Writer:
             document["between"] = pair_totals
         if reduction:
             document["reduction"] = reduction
+
         # A few steps (the same on all ranks) are traced: their lines list single operations. The second half
         # of the file's largest size is kept for lines without traces.
         if self._file >= 0 and traced(step) and self.written < self.limit / 2:
@@ -312,16 +313,12 @@ class Writer:
         for op in done:
             if op.peer is not None and op.peer < 0:
                 continue  # a message from any rank
-            if op.peer is not None:
+            if op.peer is not None:  # a message between two ranks
                 other = self.cluster_of(op.peer)
                 sent = op.sent
-            else:
-                position = op.group.ranks.index(self.recorder.rank)
-                # All ranks in the order of the ring, from the next rank to this rank.
-                next_ranks = op.group.ranks[position + 1 :] + op.group.ranks[: position + 1]
-                next_clusters = [self.cluster_of(rank) for rank in next_ranks]
+            else:  # a collective, taken as a ring
+                next_clusters = self._clusters_around_ring(op)
                 others = [cluster for cluster in next_clusters if cluster != own_cluster]
-                # The first other cluster around the ring.
                 other = others[0] if others else own_cluster
                 sends_to_other = next_clusters[0] == other
                 sent = op.sent if sends_to_other else 0.0
@@ -337,6 +334,15 @@ class Writer:
             [*direction, round(sent_of[direction]), round(waited_of[direction], _DIGITS)]
             for direction in sorted(sent_of)
         ]
+
+    def _clusters_around_ring(self, op: Op) -> list[str]:
+        """Return the clusters of a collective's ranks around a ring, from the next rank to this rank.
+
+        In a ring collective each rank sends to the next rank of the group, the last to the first.
+        """
+        position = op.group.ranks.index(self.recorder.rank)
+        next_ranks = op.group.ranks[position + 1 :] + op.group.ranks[: position + 1]
+        return [self.cluster_of(rank) for rank in next_ranks]
 
     def _op_entry(self, op: Op) -> list[Any]:
         """Return a collective, send or receive as a JSON list, for the line of its training step.
@@ -430,6 +436,8 @@ def _head(current: Session, run: str) -> dict[str, Any]:
         fabric.name: [fabric.kind, round(fabric.rate_bps * scale)]
         for fabric in current.site.fabrics
     }
+
+    # The links between clusters. The slowest hop of a link limits its rate.
     links = []
     for source, target in permutations(current.site.clusters, 2):
         hops = current.plan.wan.hops(source, target)

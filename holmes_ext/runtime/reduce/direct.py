@@ -69,14 +69,14 @@ class DividedTensor(NamedTuple):
 
 
 class GlooTransfer(NamedTuple):
-    """A send or a receive that was started."""
+    """Send or receive over gloo that was started and has not been waited for."""
 
     work: Any
     buffer: torch.Tensor  # kept until the work has ended
 
 
 def wait_for(transfers: Sequence[GlooTransfer]) -> None:
-    """Wait until all transfers have ended."""
+    """Wait until all sends and receives in the list have ended."""
     for transfer in transfers:
         transfer.work.wait()
 
@@ -215,7 +215,7 @@ class Relay:
         clusters: Sequence[str],
         cluster: str,
     ):
-        """Compute the rounds of messages of this rank's cluster.
+        """Plan this cluster's rounds of messages in a sum around a ring or along a tree of clusters.
 
         Args:
             exchange: Sends and receives the messages.
@@ -296,7 +296,7 @@ class DirectExchange:
         streams: int = 1,
         purpose: str = "hierarchical",
     ):
-        """Make gloo process groups for messages. All `ranks` make such objects in the same order.
+        """Make gloo process groups for messages between ranks; all `ranks` do so in the same order.
 
         Args:
             ranks: Global ranks, among them this one.
@@ -459,7 +459,7 @@ class DirectExchange:
         return PLAIN
 
     def _encode(self, part: torch.Tensor, tag: int, residuals: ResidualMap | None) -> torch.Tensor:
-        """Return a part as it is sent; with error feedback, update the part's rounding errors."""
+        """Compress a part of a tensor for sending; with error feedback, update its rounding errors."""
         codec = self._codec_of(part)
         if not codec.feedback:
             residuals = None

@@ -27,7 +27,7 @@ _DIGEST_BYTES = 8
 
 @dataclass(frozen=True)
 class Item:
-    """Description of a gradient that is reduced."""
+    """Name, size, type and device of a gradient that is reduced."""
 
     name: str  # of the parameter
     numel: int
@@ -80,7 +80,7 @@ def named_parameters(parameters: Iterable[Any]) -> list[tuple[str, torch.nn.Para
 def fill_buckets(
     items: Sequence[Item], order: Sequence[int], limit_bytes: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Divide gradients among buckets.
+    """Divide gradients among buckets of limited size, in the order in which they become final.
 
     Args:
         items: All gradients.
@@ -167,7 +167,7 @@ class FlatBucket:
         multiple: int = 1,
         keeps_buffer: bool = True,
     ):
-        """Make a bucket; its buffer is allocated by the first fill().
+        """Create a flat buffer for several gradients; its memory is allocated by the first fill().
 
         Args:
             indices: Indices of the bucket's gradients in `items`.
@@ -190,7 +190,7 @@ class FlatBucket:
         self.reset()
 
     def reset(self) -> None:
-        """Mark all gradients as not final and not reduced, for the next training step."""
+        """Mark all gradients of the bucket as not final and not reduced, for the next training step."""
         #: Number of gradients that are not final yet.
         self.missing = len(self.indices)
         #: Events of the final gradients (side_stream.py).
@@ -213,7 +213,7 @@ class FlatBucket:
     def fill(
         self, parameters: Sequence[torch.nn.Parameter], gradient_of: Gradient, divisor: float
     ) -> None:
-        """Copy the gradients into the buffer and divide the values in the buffer.
+        """Copy the gradients into the bucket's flat buffer, and divide the values in the buffer.
 
         A parameter without a gradient counts as zeros, and its .grad becomes zeros. If the bucket
         keeps no buffer (keeps_buffer=False), .grad becomes a view of the buffer, provided that it
@@ -236,6 +236,7 @@ class FlatBucket:
                 parameter.grad = gradient
             gradients.append(gradient)
         pieces = self._flat.split([*self._sizes, self._padding])
+
         # zip() leaves out the last piece, the padding.
         views = [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients)]
         with torch.no_grad():
@@ -252,7 +253,9 @@ class FlatBucket:
                 self._pending_copies.append(_PendingCopy(gradient, view))
 
     def store(self, divisor: float) -> None:
-        """Divide the sums in the buffer and copy them into the gradients that are not views of the buffer.
+        """Divide the reduced values in the bucket's buffer, and copy them back into the gradients.
+
+        Gradients that are views of the buffer need no copy.
 
         Args:
             divisor: Divides all sums.

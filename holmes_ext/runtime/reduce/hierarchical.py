@@ -144,10 +144,11 @@ class HierarchicalAllReduce:
         streams: int = 1,
         purpose: str = "hierarchical",
     ):
-        """Make the process groups and start the threads. All ranks of all clusters must do so.
+        """Set up a hierarchical all-reduce: make its process groups, and start its threads.
 
-        The process groups inside a cluster use its fabric, and those of all clusters use Ethernet. If holmes
-        is off, GLOO_SOCKET_IFNAME chooses the network of both.
+        All ranks of all clusters must do so. The process groups inside a cluster use its fabric,
+        and those of all clusters use Ethernet. If holmes is off, GLOO_SOCKET_IFNAME chooses the
+        network of both.
 
         Args:
             clusters: Global ranks of each cluster, equal on all ranks; two clusters or more.
@@ -215,13 +216,14 @@ class HierarchicalAllReduce:
                 shards_of_rank = self._shards_of_this_rank(tensor, part_count=self._relay.parts)
                 relayed = self._relay.post_receives(shards_of_rank)
             chunks.append(Chunk(tensor, residuals, relayed))
+
         # Each chunk passes through four steps: reduce-scatter inside the clusters, then between
         # them, all-gather between the clusters, then inside them. Each step has a thread. So chunk
         # 2 can be in the first step while chunk 1 is in the second.
         return self._pipeline.submit(chunks)
 
     def close(self) -> None:
-        """Finish the sums under way and end the threads."""
+        """Finish the sums under way, and end the threads of the all-reduce."""
         self._pipeline.close()
 
     @property
@@ -251,7 +253,7 @@ class HierarchicalAllReduce:
         self._relay.run_round(number, chunk.relayed)
 
     def _cluster_blocks(self, tensor: torch.Tensor) -> DividedTensor:
-        """Divide a chunk into a block for each rank of this cluster."""
+        """Divide a chunk of the tensor into equal blocks, one for each rank of this cluster."""
         return DividedTensor(_split(tensor, len(self.members)), self.members)
 
     def _shards_of_this_rank(

@@ -73,7 +73,7 @@ class CollectivesWork:
     """Handle of a sum that runs on CUDA streams, similar to the Work of torch.distributed."""
 
     def __init__(self, event: torch.cuda.Event | None, after: Callable[[], Any] | None):
-        """Make a handle.
+        """Create the handle of a sum that runs on CUDA streams.
 
         Args:
             event: Recorded after the last step; None for tensors on the CPU, whose sum has ended.
@@ -112,7 +112,9 @@ class HierarchicalCollectives:
         compress: str = "off",
         purpose: str = "hierarchical",
     ):
-        """Make the process groups. All ranks of all clusters must do so.
+        """Set up a hierarchical all-reduce over NCCL: make its process groups.
+
+        All ranks of all clusters must do so.
 
         Args:
             clusters: Global ranks of each cluster, equal on all ranks; two clusters or more, of equal size.
@@ -136,6 +138,7 @@ class HierarchicalCollectives:
         self._index_in_cluster = cluster_ranks.index(rank)
         #: Tensors whose elements are a multiple of this need no padding.
         self.multiple = len(cluster_ranks)
+
         # The ranks with this index in all clusters: a rank of each.
         ranks_across = sorted(sorted(members)[self._index_in_cluster] for members in clusters)
         self.chunk_bytes = chunk_bytes or planned_chunk_bytes(len(cluster_ranks), direct=False)
@@ -168,6 +171,7 @@ class HierarchicalCollectives:
         streams = self._streams if flat.is_cuda else _NO_STREAMS
         residuals = self._residuals.of(bucket or flat) if self._codec.feedback else None
         *full_chunks, last_chunk = self._chunks(flat)
+
         # A reduce-scatter gives each rank of a cluster an equal share of the chunk. So the elements
         # of a chunk must be a multiple of the ranks of a cluster (`multiple`). The last chunk may
         # not be, and is then copied and padded with zeros.
@@ -182,6 +186,7 @@ class HierarchicalCollectives:
                 padded.record_stream(step_stream)
         for number, chunk in enumerate([*full_chunks, padded]):
             self._sum_chunk(chunk, number, residuals, streams)
+
         # The gather is the last step of the last chunk, so the event marks the end of the whole sum.
         event = streams.gather.record_event() if streams.gather is not None else None
 
@@ -198,7 +203,7 @@ class HierarchicalCollectives:
         """Do nothing: no thread runs here, unlike in HierarchicalAllReduce."""
 
     def _chunks(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Cut a tensor into chunks whose elements are a multiple of `multiple`, except the last chunk's."""
+        """Cut a flat tensor into chunks; all but the last have a multiple of `self.multiple` elements."""
         if flat.numel() == 0:
             return [flat]
         chunk_count = chunks_of(flat.nbytes, self.chunk_bytes)

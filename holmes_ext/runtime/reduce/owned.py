@@ -172,6 +172,7 @@ class ReduceToOwners:
         rank_before = self._ranks[own_index - 1]
         rank_after = self._ranks[(own_index + 1) % count]
         in_transit: list[_ChunkInTransit] = []
+
         # Post all receives first: no rank then waits for ever.
         for tensor, owner in spans:
             # Position of this rank in the chain: 0 for the first rank, count - 1 for the owner.

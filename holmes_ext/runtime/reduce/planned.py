@@ -39,7 +39,7 @@ class PlannedReduction:
     def __init__(
         self, group: dist.ProcessGroup, size: int, device_type: str, compress: str | None = None
     ):
-        """Choose and make the algorithm that the plan has for a group's gradients. All its ranks must do so.
+        """Choose the planned algorithm for a group's gradients, and set it up. All its ranks must do so.
 
         Args:
             group: Process group whose ranks sum gradients.
@@ -83,6 +83,7 @@ class PlannedReduction:
         network_api = network_api_of(self.backend)
         if current is None or self.spec is None or not network_api:
             return False
+
         # This hook lets --holmes-adapt, an extension, compare measurements with predictions. It may
         # put a new plan into the session. reduction_from_measurements() returns the reduction of
         # such a plan, or None if there is none.
@@ -108,7 +109,7 @@ class PlannedReduction:
         self.hierarchical = self._made[spec]
 
     def close(self) -> None:
-        """End the threads of all reductions that were made."""
+        """End the threads of all reduction algorithms that were made for the group."""
         for made in self._made.values():
             if made is not None:
                 made.close()
@@ -216,6 +217,7 @@ def hierarchical_over(
         return over_nccl(
             clusters, chunk_bytes=spec.chunk_bytes, compress=spec.compress, purpose=purpose
         )
+
     # gloo: how sums pass between clusters. A ring or tree of clusters; None for a direct exchange:
     # each cluster sends to each other cluster.
     across = spec.across

@@ -267,7 +267,7 @@ class GradientReducer:
 
     @property
     def _size(self) -> int:
-        """Bytes of all gradients as they are sent."""
+        """Bytes of all gradients, in the type in which they are sent."""
         return sum(item.bytes for item in self._items)
 
     def _bucket_bytes(self) -> int:
@@ -300,7 +300,7 @@ class GradientReducer:
         return self._reduction_to_owners
 
     def _build_buckets(self, order: Sequence[int]) -> None:
-        """Choose the reduction and make the buckets.
+        """Choose the reduction algorithm, and divide the gradients into buckets.
 
         Args:
             order: Indices of parameters, in the order of their final gradients. Their
@@ -334,7 +334,7 @@ class GradientReducer:
         self._reset()
 
     def _reset(self) -> None:
-        """Mark all gradients as not arrived and not reduced, for the next training step."""
+        """Mark all gradients as not arrived and not reduced, at the start of a training step."""
         self.armed = False
         self._held = False  # between arm(hold=True) and release()
         self._launched = 0  # number of buckets whose reductions were launched
@@ -445,7 +445,7 @@ class GradientReducer:
         self._launched += 1
 
     def _store(self, bucket: FlatBucket) -> None:
-        """Wait for a bucket's reduction on the current stream, and store the averages in its gradients."""
+        """Wait for a bucket's reduction on the current stream, and write the averages to its gradients."""
         if bucket.stored:
             return
         with self._naming_bucket(bucket):

@@ -48,7 +48,7 @@ class Reduction(Protocol):
 
 
 class FlatReduction:
-    """torch's own all-reduce over a process group."""
+    """torch's own all-reduce over a process group, in the interface of a Reduction."""
 
     multiple = 1
 
@@ -60,7 +60,7 @@ class FlatReduction:
         return dist.all_reduce(flat, group=self._group, async_op=True)
 
     def close(self) -> None:
-        """Do nothing: this reduction has no threads."""
+        """Do nothing: torch's all-reduce has no threads to end."""
 
 
 class CallersReduction:
@@ -76,4 +76,4 @@ class CallersReduction:
         return self._start_sum(flat)
 
     def close(self) -> None:
-        """Do nothing: the function belongs to the caller."""
+        """Do nothing: the reduction function belongs to the caller."""

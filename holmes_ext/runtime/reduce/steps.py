@@ -63,7 +63,7 @@ class Work:
     """
 
     def __init__(self, chunk_count: int):
-        """Make the handle of an operation on `chunk_count` chunks of a tensor."""
+        """Create the handle of an operation on `chunk_count` chunks of a tensor."""
         self._chunks_left = chunk_count
         self._future: torch.futures.Future[Any] = torch.futures.Future()
         #: First error of a step. After it, no step touches the chunks.
@@ -81,11 +81,11 @@ class Work:
         self._future.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that completes, with None, or fails as wait() does."""
+        """Return a future that completes with None when the operation ends, or fails as wait() does."""
         return self._future
 
     def fail(self, error: Exception) -> None:
-        """Record an error and let wait() raise it; later errors are ignored."""
+        """Record an error of the operation, which wait() then raises; later errors are ignored."""
         if self.error is None:
             self.error = error
             self._future.set_exception(error)

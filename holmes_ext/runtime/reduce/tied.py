@@ -123,11 +123,13 @@ def _make_tied_sum(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None
     spec = plan.traffic_of(network_api).tied
     if spec is None or len(members) != _STAGES_WITH_WEIGHT:
         return None
+
     # tied_sums() returns a tuple of ranks for each tensor-parallel slice of the weight: all data-parallel
     # ranks of both stages that hold this slice. A single tuple contains the two members of the group.
     ranks_with_same_slice = [ranks for ranks in tied_sums(sizes) if members <= set(ranks)]
     if len(ranks_with_same_slice) != 1:
         return None
+
     # The sum was planned for two ranks in certain clusters (spec.clusters). If these two ranks are
     # in other clusters, the hierarchical sum may be slower than the engine's.
     if set(spec.clusters) != set(plan.by_cluster(members)):

@@ -41,7 +41,7 @@ class WeightGradients:
 
     @contextmanager
     def of(self, micro_batch: int) -> Iterator[None]:
-        """Postpone the weight gradients of linear layers whose forward pass runs inside the `with` block.
+        """Postpone the weight gradients of linear layers, if their forward pass runs in this `with` block.
 
         Their backward pass computes all other gradients, and keeps the tensors that make() needs.
 
@@ -164,10 +164,12 @@ def _split_linear_mode() -> Any:
             layer_input = arguments["input"]
             weight = arguments["weight"]
             is_trained = weight.is_leaf and weight.requires_grad and layer_input.requires_grad
+
             # Autocast replaces the weight by a copy, so its gradient would not reach the parameter.
             if not is_trained or torch.is_autocast_enabled(layer_input.device.type):
                 return func(*args, **keywords)
             bias = arguments.get("bias")
+
             # autograd gets the weight detached, so it computes no gradient of the weight. self.kept
             # needs the parameter itself. It is passed in a tuple, because autograd ignores tensors
             # inside of containers.

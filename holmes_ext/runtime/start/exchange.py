@@ -85,7 +85,7 @@ class Verdict:
     packed: bytes  # the document, as compressed JSON
 
     def content(self) -> dict[str, Any]:
-        """Return the document that rank 0 has made, such as the plan."""
+        """Parse the document that rank 0 has sent to all ranks, such as the plan."""
         content: dict[str, Any] = json.loads(zlib.decompress(self.packed))
         return content
 
@@ -417,14 +417,14 @@ def _await_verdict(
 
 
 def _pack(reports: list[bytes]) -> bytes:
-    """Return reports (JSON objects) as a compressed JSON list."""
+    """Compress reports (JSON objects) into a single message: a compressed JSON list."""
     return zlib.compress(b"[" + b",".join(reports) + b"]", 1)
 
 
 def _collect_reports(
     store: Any, prefix: str, process: Process, deadline: Deadline
 ) -> list[dict[str, Any]]:
-    """Return the reports of all ranks, in rank order.
+    """Wait for the reports of all ranks, and return them in rank order.
 
     Raises:
         HolmesError: A rank did not report before the deadline, or two processes have the same rank.
@@ -478,7 +478,7 @@ def _check_agreement(reports: list[dict[str, Any]]) -> None:
 
 
 def _nodes(reports: list[dict[str, Any]]) -> list[NodeReport]:
-    """Return a report for each node with its NICs and number of processes, in the order of lowest ranks.
+    """Group the reports of all ranks by node: NICs and number of processes, in the order of lowest ranks.
 
     Raises:
         HolmesError: The local ranks of a node are not 0, 1, 2 and so on.

@@ -208,6 +208,7 @@ def _from_mpi_like(environ: Mapping[str, str], launcher: str, names: _Variables)
     if job_id.isdecimal():
         # Each Slurm job has its own port, as in the launch scripts of PyTorch's Slurm examples.
         default_port = _FIRST_SLURM_PORT + int(job_id) % _SLURM_PORT_COUNT
+
     # Ranks on this node, as text. "0" stands for an unknown number.
     local_size_text = environ.get(names.local_world_size, "0")
     # Slurm may append the number of nodes, as in "8(x4)".
@@ -254,6 +255,7 @@ def _first_node_of_step(environ: Mapping[str, str]) -> str:
     if environ.get("SLURM_DISTRIBUTION") == "arbitrary":
         return _first_host_in(environ.get("SLURM_HOSTFILE", ""))
     list_name = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else _JOB_NODES
+
     # expand() turns Slurm's "node[1-3]" into a list of names.
     nodes = expand(environ.get(list_name, ""), f"environment variable {list_name}")
     # A heterogeneous job has several components, each with a list of nodes. Tasks are numbered by

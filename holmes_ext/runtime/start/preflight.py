@@ -85,7 +85,7 @@ class ConnectionAttempt(NamedTuple):
 
 
 class NodeResults(NamedTuple):
-    """Results of a node's connection tests, as the node stores them for rank 0."""
+    """Results of all connection tests that a node has made, as the node stores them for rank 0."""
 
     node: str
     attempts: list[ConnectionAttempt]
@@ -417,7 +417,7 @@ def decide(
 
 
 def ports_at_fault(attempts: Sequence[ConnectionAttempt]) -> dict[tuple[str, str], str]:
-    """Return the ports to exclude, each with the reason.
+    """Find the NIC ports that caused failed connections, and return each with the reason.
 
     A port is at fault if two or more connections with it were tried and all failed. If neither end of a
     failed connection is at fault by this rule, both ends are excluded, since either may be the cause.
@@ -444,7 +444,7 @@ def ports_at_fault(attempts: Sequence[ConnectionAttempt]) -> dict[tuple[str, str
 
 
 def _describe(site: Site, plan: Plan, pair: NeighbourPair, error: str) -> str:
-    """Return a failed connection in words: both ends, the network, the group that needs it, the error."""
+    """Describe a failed connection in words: both ends, the network, the group that needs it, the error."""
     first = _describe_end(site, plan, pair, pair.first)
     second = _describe_end(site, plan, pair, pair.second)
     group = f"the {pair.kind} group of ranks {some_of(pair.ranks)}"
@@ -452,7 +452,7 @@ def _describe(site: Site, plan: Plan, pair: NeighbourPair, error: str) -> str:
 
 
 def _describe_end(site: Site, plan: Plan, pair: NeighbourPair, node: str) -> str:
-    """Return an end of a pair in words, e.g. "node b0 (rank 2, eth0, 10.0.0.3)"."""
+    """Describe a node's end of a connection in words, e.g. "node b0 (rank 2, eth0, 10.0.0.3)"."""
     port = site.node_by_name[node].port(pair.fabric)
     ranks = [rank for rank in pair.ranks if plan.node_of(rank) == node]
     numbers = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"

@@ -327,6 +327,7 @@ def _weak_nics(reports: list[NodeReport], site: Site) -> list[str]:
         f"node {name}: {text}; the plan counts on what the file says"
         for name, text in slower_than_declared(site, reports)
     ]
+
     # Site.source is the default of this field: the site was made from the NICs, without
     # cluster.toml.
     is_derived_from_nics = site.source == Site.source

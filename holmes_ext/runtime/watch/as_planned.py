@@ -49,7 +49,7 @@ class Comparison:
     """
 
     def __init__(self, current: Session, put: Callable[[dict[str, Any]], None]):
-        """Prepare the comparison. Nothing is compared yet.
+        """Prepare the comparison of a running job with its plan. Nothing is compared yet.
 
         Args:
             current: The state of holmes in this process. It has the plan, and records groups and reductions.
@@ -149,7 +149,7 @@ def find_differences(current: Session) -> Iterator[Difference]:
 
 
 def _stage(current: Session, ranks: Iterable[int]) -> str:
-    """Return the pipeline stage whose data-parallel replicas are `ranks`, in words such as "stage 1"."""
+    """Name the pipeline stage whose data-parallel replicas are `ranks`, in words such as "stage 1"."""
     stage = current.plan.stage_of(ranks)
     if stage is None:
         return f"a group of rank {some_of(ranks)}"
@@ -195,9 +195,11 @@ def _missing_reduction(current: Session) -> str:
         return ""  # not enough is known of the job to find its planned reduction
     stage = sizes.stage(current.rank)
     backend = current.groups[0].backend  # e.g. "gloo"
+
     # The plan has decisions for verbs (NCCL) and for sockets (gloo). For backends that choose their networks
     # themselves, such as MPI, those for sockets hold.
     planned = plan.traffic_of(network_api_of(backend) or SOCKETS).reductions[stage]
+
     # engine.features: names of holmes's patches for this framework. Without them, the framework reduces.
     is_overlap_expected = planned.overlap and bool(engine.features.get("overlap"))
     spans_clusters = bool(planned.clusters)
@@ -207,12 +209,14 @@ def _missing_reduction(current: Session) -> str:
     if current.keeps_own_reduction:  # ZeRO 3
         return ""  # the user has been told already that DeepSpeed reduces by itself
     is_recorded = any(plan.stage_of(ranks) == stage for ranks in current.reductions)
+
     # This rank's gradients are reduced over its data- and context-parallel ranks.
     group = {other for axis in ("dp", "cp") for other in sizes.group(current.rank, axis)}
     # A group inside one node has no planned network: holmes leaves its reduction to the framework.
     has_network = current.fabric_of(group, backend) is not None
     if is_recorded or not has_network:
         return ""
+
     # The dicts map whether a reduction is hierarchical (or overlaps) to words: True ->
     # "hierarchically" (or "under the last backward pass").
     how = _HOW_SUMMED[True] if is_hierarchical_expected else _WHEN_SUMMED[True]
@@ -227,9 +231,11 @@ def _in_flight_difference(current: Session) -> str:
     plan = current.plan
     if plan.sizes is None or not plan.traffic or not current.groups:
         return ""  # not enough is known of the job to find the planned numbers
+
     # A plan has a part for each way to reach a network: verbs for NCCL, sockets for gloo. A backend that
     # chooses its networks itself is planned like sockets.
     network_api = network_api_of(current.groups[0].backend) or SOCKETS
+
     # For each stage its number, e.g. (3, 1); empty if the framework uses its own schedule.
     planned = plan.traffic_of(network_api).in_flight
     if planned == current.in_flight:

@@ -131,6 +131,7 @@ def explain(error: BaseException) -> str | None:
     _store_first_message(
         mine
     )  # for the other ranks; an earlier message in the store does not matter here
+
     # ENOSPC: no space is left. EDQUOT: the user's quota is used up.
     is_disk_full = (
         isinstance(error, OSError)
@@ -169,6 +170,7 @@ def describe_nccl_failure() -> str | None:
     failures = nccl_failures()
     if current is None or not failures:
         return None
+
     # A lost rank may make several groups fail. The smallest group has the fewest candidates for it.
     ranks, error = min(failures, key=lambda failure: len(failure.ranks))
     others = [rank for rank in ranks if rank != current.rank]
@@ -180,6 +182,7 @@ def describe_nccl_failure() -> str | None:
     else:
         cause = f"{one_of}node {nodes} (rank {some_of(others)}) is lost"
     text = f"communication failed; {cause}: NCCL's {error} in the group of ranks {some_of(ranks)}"
+
     # me() names this rank and its node. _with_first_failure() adds the job's first failure, as some
     # rank has stored it, as the probable cause. If that failure was bad input of the user, it
     # returns only its message, with the prefix INPUT ("holmes: "). The prefix is removed: the
@@ -188,7 +191,7 @@ def describe_nccl_failure() -> str | None:
 
 
 def me(current: session.Session) -> str:
-    """Return this rank and its node in words, for messages about it."""
+    """Describe this rank and its node in words, for messages about it."""
     return f"rank {current.rank} on node {current.node.name}"
 
 
@@ -211,17 +214,17 @@ def _with_first_failure(reporter: str, failure: str) -> str:
 
 
 def note(mine: str) -> None:
-    """Store a message about bad input, which ends this rank, for the other ranks to print."""
+    """Store this rank's error message about bad input (a wrong flag or file), for other ranks to print."""
     _store_first_message(INPUT + mine)
 
 
 def with_first(mine: str) -> str:
-    """Return the message `mine`, with the message of the first rank that saw a failure, if it differs."""
+    """Append the message of the first rank of the job that failed to the message `mine`, if they differ."""
     return _both(mine, _store_first_message(mine))
 
 
 def _both(mine: str, first: str) -> str:
-    """Return this rank's failure message, followed by the job's first if that is different."""
+    """Join this rank's failure message and the job's first, if they differ."""
     return mine if first == mine else f"{mine}; first seen as: {first}"
 
 
@@ -236,6 +239,7 @@ def _describe_suspects() -> str:
     if current is None or not current.groups:
         return ""
     ports = nics.in_use(current)
+
     # The error counters of the NICs, and for each NIC its problem in words ("" if it has none).
     counters_now = nics.counters(ports)
     problems = {port: nics.trouble(port) for port in ports}

@@ -114,12 +114,12 @@ class Collector:
     """Collector of prometheus_client: sums over the documents of telemetry, and the current state of NICs."""
 
     def __init__(self) -> None:
-        """Create a collector whose metrics have no values yet."""
+        """Create a collector of Prometheus metrics that have no values yet."""
         self._values: dict[tuple[str, tuple[str, ...]], float] = {}  # (metric, labels) -> value
         self._lock = threading.Lock()  # telemetry's thread and Prometheus's requests use the values
 
     def take(self, document: dict[str, Any]) -> None:
-        """Update the metrics by a line of the telemetry file.
+        """Update the Prometheus metrics by a line of the telemetry file.
 
         Args:
             document: The line, as a JSON object. It describes the value of one of these keys; lines
@@ -156,6 +156,7 @@ class Collector:
         self._add("steps", 1)
         self._add("step_seconds", seconds)
         self._add("tokens", document["tokens"])
+
         # A row has sums over the operations of a kind of process group, such as "data", on one network.
         # `where` is "inside" or "across" clusters. There is no metric for the bytes of their tensors.
         for kind, fabric, where, operations, _payload, sent, busy, exposed in document["groups"]:
@@ -164,6 +165,7 @@ class Collector:
             self._add("sent_bytes", sent, *labels)
             self._add("under_way_seconds", busy, *labels)
             self._add("exposed_seconds", exposed, *labels)
+
         # A row for each pair of clusters; no rows if no operation crossed clusters.
         for from_cluster, to_cluster, sent, exposed in document.get("between", ()):
             self._add("between_sent_bytes", sent, from_cluster, to_cluster)
@@ -173,7 +175,7 @@ class Collector:
             self._add("reducer_exposed_seconds", reduction["exposed"])
 
     def _add(self, name: str, value: float, *labels: str) -> None:
-        """Add `value` to the counter holmes_NAME_total with these values of its labels."""
+        """Add `value` to the Prometheus counter holmes_NAME_total with these values of its labels."""
         key = (f"holmes_{name}_total", labels)
         self._values[key] = self._values.get(key, 0.0) + value
 
@@ -275,7 +277,7 @@ class Metrics:
             self._write = None  # later calls do nothing
 
     def close(self) -> None:
-        """Write the file for the last time, or close the port."""
+        """End the export of metrics: write the file for the last time, or close the port."""
         self.write()
         self._shut()
 

@@ -75,6 +75,7 @@ def dump_hint(rank: int, environ: Mapping[str, str] = os.environ) -> str:
     is_supported_torch = Version(torch.__version__) >= _OLDEST_TORCH
     if not is_supported_torch or not dist.is_nccl_available():
         return ""
+
     # The variables have a new and an old name; the first that is set counts.
     buffer_size = _first_value(environ, _BUFFER_SIZE_VARIABLES, default="2000")
     if buffer_size == "0":  # the flight recorder is off
@@ -108,6 +109,7 @@ def _dumps_on_failure(group: Any, backend: Any, environ: Mapping[str, str]) -> b
     hook_by_group = getattr(dist.distributed_c10d._world, "pg_flight_recorder_hooks", {})
     if group not in hook_by_group:
         return False
+
     # torch also registers a FlightRecorderHook with backends that have no abort hooks. It then fills the
     # buffer, but nothing calls it when a collective fails, so it never writes a dump.
     return backend.supports_abort_hooks and _is_enabled(environ, _HOOK_DUMP_VARIABLES)

@@ -67,7 +67,7 @@ _at_start: dict[str, dict[str, int]] = {}
 
 
 def in_use(current: Session) -> list[Port]:
-    """Return the ports of this node that its process groups use, and those of Ethernet.
+    """Return the NIC ports of this node that its process groups use, and those of Ethernet.
 
     While there are no groups yet, all usable ports are returned.
     """
@@ -79,7 +79,7 @@ def in_use(current: Session) -> list[Port]:
 
 
 def trouble(port: Port) -> str:
-    """Return why a port cannot carry data, in words such as "has no link"; "" if it can."""
+    """Return why a NIC port cannot carry data, in words such as "has no link"; "" if it can."""
     if port.interface:
         problem = _interface_trouble(port.interface)
         if problem:
@@ -153,7 +153,7 @@ def remember_counters(current: Session) -> None:
 
 
 def grown(now: dict[str, dict[str, int]], port: Port) -> str:
-    """Return the growth of a port's error counters since the start of the job, in words.
+    """Describe how a NIC port's error counters have grown since the start of the job.
 
     Args:
         now: The result of counters().

@@ -68,9 +68,11 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
     # (factor, floor in seconds) that make a step late; None if the watchdog is off.
     watchdog_limits = current.options.watchdog_limits if has_other_ranks else None
     _Running.metrics = metrics
+
     # Registers the functions of extensions, such as --holmes-adapt. follow_steps() below looks for
     # them.
     hooks.activate(extensions.hooks_of(current))
+
     # A recorder observes the operations of this process.
     needs_recorder = (
         bool(current.options.telemetry)
@@ -233,6 +235,7 @@ def _make_watchdog(
     host: int | None = plan.first_rank(first_node)
     if process.agent_store:
         host = None  # torchrun's agent hosts the store
+
     # The lab (holmes_lab) emulates a cluster's networks on a single machine. They carry this multiple of
     # their stated rates. It is 1 on real networks.
     scale = lab_scale(os.environ)

@@ -93,19 +93,19 @@ class State:
     nics: Mapping[str, float] = field(default_factory=dict)  # interface -> bits/s, both directions
 
     def has_reached(self, wait: Waiting, rank: int) -> bool:
-        """Return whether this rank has started its part of the operation that `rank` waits in."""
+        """Return whether this rank has started its part of the operation in which rank `rank` waits."""
         if wait.peer is None:
             return self.started.get(wait.group, 0) > wait.number
         counterpart = "receive" if wait.operation == "send" else "send"
         return self.messages.get(f"{counterpart} {wait.group} {rank}", 0) > wait.number
 
     def dump(self) -> str:
-        """Return this state as JSON, as other ranks read it."""
+        """Serialize this state as JSON, as other ranks read it."""
         return json.dumps(asdict(self))
 
     @classmethod
     def load(cls, text: str) -> State:
-        """Return the state that dump() has written."""
+        """Parse a state from the JSON that dump() has written."""
         document = json.loads(text)
         waiting = []
         for entry in document.pop("waiting"):
@@ -251,7 +251,7 @@ class Watchdog:
     dump_hint: Callable[[], str] = _no_hint  # returns where torch's flight recorder writes, or ""
 
     def __post_init__(self) -> None:
-        """Set the initial state of the watchdog: no step checked, no connection to the job's store."""
+        """Set the watchdog's initial state: no step checked, no connection to the job's store."""
         pause_s = max(_SHORTEST_PAUSE_S, self.floor_s / _PAUSES_PER_FLOOR)
         self.pause_s = min(_LONGEST_PAUSE_S, pause_s)
         self._store: Any = None
@@ -263,13 +263,13 @@ class Watchdog:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Start the thread that checks for late steps."""
+        """Start the thread that checks whether training steps are late."""
         self._ended.clear()
         self._thread = threading.Thread(target=self._run, name="holmes watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and wait until it has ended."""
+        """End the thread that checks for late steps, and wait until it has ended."""
         # A thread that returns from the store during the interpreter's shutdown aborts the process.
         self._ended.set()
         if threading.current_thread() is not self._thread:
@@ -305,14 +305,14 @@ class Watchdog:
         return self._so_far() >= self._limit_s()
 
     def _limit_s(self) -> float:
-        """Return how long a step may take before it is late, in seconds."""
+        """Return how many seconds a training step may take before it counts as late."""
         median_s = self.recorder.median_s()
         if median_s is None:
             return FIRST_FLOORS * self.floor_s
         return max(self.factor * median_s, self.floor_s)
 
     def _so_far(self) -> float:
-        """Return the seconds since the current step began."""
+        """Return the seconds since the current training step began."""
         return self.clock() - self.recorder.step_entered
 
     def state(self) -> State:
@@ -360,7 +360,7 @@ class Watchdog:
                 self.recorder.finish(op)
 
     def _waiting(self, op: Op, now: float) -> Waiting:
-        """Return an operation under way as it is stored for other ranks. `now` is the time in seconds."""
+        """Describe an operation under way for other ranks. `now` is the time in seconds."""
         transport = op.group.transport
         return Waiting(
             group=op.group.name,
@@ -395,7 +395,7 @@ class Watchdog:
         return rates
 
     def tell(self, state: State) -> None:
-        """Store this rank's state for the other ranks."""
+        """Store this rank's state in the job's key-value store, for the other ranks."""
         if self._store is None:
             self._store = self.connect()
         self._store.set(self._key(state.rank), state.dump())

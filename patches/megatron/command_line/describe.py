@@ -343,6 +343,7 @@ def _split_of_layers(
         last = counted_per_stage - loss_layers
         between = [counted_per_stage] * (pipeline_size - 2)
         return LayerSplit(virtual=1, stage_layers=(first, *between, last))
+
     # 3., or an even split if its flags are not given.
     return _split_by_ends(settings, layers, pipeline_size, virtual, assumed)
 
@@ -392,7 +393,7 @@ def _split_by_ends(
 def _split_by_layout(
     layout: str, layers: int, pipeline_size: int, assumed: list[str]
 ) -> LayerSplit:
-    """Return how --pipeline-model-parallel-layout divides the layers among the pipeline stages.
+    """Parse --pipeline-model-parallel-layout: return how it divides the layers among the stages.
 
     In a value such as "Ettt|tL", bars separate chunks, and each "t" is a layer. With two stages,
     the first stage has 3 layers and the second has 1. With more chunks than stages, each stage has
@@ -427,6 +428,7 @@ def _split_by_layout(
         f"even layers: --pipeline-model-parallel-layout {layout:.40} cannot be counted (stages without "
         "layers, or uneven chunks)"
     )
+
     # The number of chunks is that of the layout, if as many even chunks are possible.
     can_be_even = not remainder and layers % (pipeline_size * virtual) == 0
     return LayerSplit(virtual=virtual if can_be_even else 1, stage_layers=())
@@ -437,7 +439,7 @@ _REPEATED_LETTER = re.compile(r"([A-Za-z|])\*(\d{1,4})")  # such as "t*3"
 
 
 def _expand_layout(layout: str) -> list[str]:
-    """Return the letters of each chunk in a pipeline layout of Megatron-LM.
+    """Parse a pipeline layout of Megatron-LM into the letters of each chunk of layers.
 
     For example, "Et*3|(tt|)*2,L" is "Ettt", "tt", "tt" and "L". Each "t" is a transformer layer.
     Megatron-LM's pipeline_parallel_layer_layout.py defines the notation.

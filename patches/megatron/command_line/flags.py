@@ -50,7 +50,7 @@ class SettingRule(NamedTuple):
 
 
 def _table(*rows: tuple[Any, ...]) -> dict[str, SettingRule]:
-    """Return a table from flag (or key of ds_config) to its SettingRule.
+    """Build a table from flag (or key of ds_config) to the setting that it gives (SettingRule).
 
     Args:
         rows: Tuples (setting, conversion, flag, ...). All flags of a row give the same setting.

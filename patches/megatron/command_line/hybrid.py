@@ -61,17 +61,17 @@ class HybridModel:
 
     @property
     def scan_heads(self) -> int:
-        """Number of heads of a Mamba layer."""
+        """Number of heads of a Mamba-2 layer's scan."""
         return self.mamba_heads or _EXPANSION * self.hidden // self.mamba_head_size
 
     @property
     def inner(self) -> int:
-        """Width inside a Mamba layer."""
+        """Width of the activations inside a Mamba-2 layer."""
         return self.scan_heads * self.mamba_head_size
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the whole model."""
+        """Number of parameters of the whole hybrid model."""
         norm = self.norm_vectors * self.hidden
         of_kind = {
             MAMBA: self._mamba_parameters(),
@@ -209,9 +209,10 @@ def hybrid_model(
 
 
 def layers_of_kinds(flags: Mapping[str, Sequence[str]], layer_count: int) -> dict[str, int]:
-    """Return letter of a kind -> number of layers; {} if the flags have other letters, or no pattern.
+    """Count the layers of each kind in a hybrid model: letter of the kind -> number of layers.
 
-    Without a pattern, --hybrid-attention-ratio and --hybrid-mlp-ratio divide the layers.
+    The result is {} if the flags have other letters, or no pattern. Without a pattern,
+    --hybrid-attention-ratio and --hybrid-mlp-ratio divide the layers.
 
     Args:
         flags: Flag of the command line -> the words that follow it.
@@ -233,6 +234,7 @@ def layers_of_kinds(flags: Mapping[str, Sequence[str]], layer_count: int) -> dic
         }
     except ValueError:
         return {}
+
     # Attention gets its layers first, MLPs replace Mamba layers that are left.
     attention = counts.get(ATTENTION, 0)
     counts[MLP] = min(counts.get(MLP, 0), layer_count - attention)
@@ -241,6 +243,6 @@ def layers_of_kinds(flags: Mapping[str, Sequence[str]], layer_count: int) -> dic
 
 
 def _number(flags: Mapping[str, Sequence[str]], flag: str, default: int) -> int:
-    """Return the number that follows a flag; the default if the flag is missing or no number follows."""
+    """Read the number that follows a flag; the default if the flag is missing or no number follows."""
     text = "".join(flags.get(flag, ())[:1])
     return int(text) if text.isdecimal() else default

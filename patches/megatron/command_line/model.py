@@ -106,6 +106,7 @@ def model_of(
         if name not in settings:
             way_out = "add it, or give the model with --holmes-model FILE"
             raise HolmesError(f"the command line describes a model, but not {flag}; {way_out}")
+
     # Fields of Model -> value.
     values: dict[str, Any] = {name: settings[name] for name in REQUIRED_FLAGS}
     values |= {name: settings[name] for name in MODEL_FIELDS if name in settings}
@@ -122,12 +123,14 @@ def model_of(
     values["gated"] = settings.get("gated", False) or settings.get("geglu", False)
     values["positions"] = settings.get("positions", "learned")
     values |= _batch_fields(settings, assumed)
+
     # Bytes of each activation, gradient and parameter: engines keep different numbers.
     if is_deepspeed:
         values |= _deepspeed_byte_fields(settings, zero_stage, assumed)
     else:
         values |= _byte_fields(settings, zero_stage)
     values["precision"] = settings.get("precision", "fp32")
+
     # --num-experts takes a list: Megatron-DeepSpeed's layers may have different numbers of experts.
     has_experts = max(settings.get("experts", [0])) > 1
     if has_experts:
@@ -135,6 +138,7 @@ def model_of(
     tokens = vocabulary_tokens(settings, assumed)
     values["vocabulary"] = padded_vocabulary(settings, tokens)
     values |= padding_fields(settings, tokens)
+
     # With a fused attention kernel, no attention scores are kept for the backward pass.
     values["flash"] = _is_attention_fused(settings, is_deepspeed, assumed)
     # Layers that DeepSpeed's pipeline engine recomputes together in the backward pass; 0: none. A
@@ -227,6 +231,7 @@ def _byte_fields(settings: Mapping[str, Any], zero_stage: int) -> dict[str, Any]
     precision = settings.get("precision", "fp32")
     weight_bytes = WIDTHS[precision]
     default_gradient_bytes = 4 if precision == "bf16" else weight_bytes
+
     # Two settings give bytes: "gradient_width" of a gradient as it is sent, "main_gradient_width"
     # of the sum that a rank keeps over the micro-batches. If only one is given, it holds for both.
     given_kept_bytes = settings.get("main_gradient_width")
@@ -284,6 +289,7 @@ def _deepspeed_byte_fields(
     version = release()
     states = deepspeed_states(settings)
     mode = _mode_of(settings, zero_stage)
+
     # If DeepSpeed refuses the command line's mode, the table has no bytes for it, and those of the first
     # mode stand in. No plan depends on them: the error of refusal_by_framework() ends the planning.
     state = states.get(mode) or next(iter(states.values()))

@@ -62,14 +62,14 @@ def refuse_other_models(
 
 
 def _counted(model: str, hybrid: HybridModel | None) -> str:
-    """Return the kinds of a model's layers in words, with its layers and parameters if they were counted."""
+    """Name the kinds of a model's layers, with its numbers of layers and parameters if they were counted."""
     if hybrid is None or not model.startswith("several kinds of layers"):
         return model
     return f"several kinds of layers ({hybrid})"
 
 
 def _refusal(shown_by: str, model: str) -> HolmesError:
-    """Return the error for a model that is not predicted.
+    """Create the error for a kind of model whose step time holmes does not predict.
 
     Args:
         shown_by: The flag with its value, or the script, that shows the kind of model.

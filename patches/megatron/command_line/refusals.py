@@ -36,6 +36,7 @@ def refusals(
     model = command_line.model
     if model is None:
         return
+
     # `refused` is a message about the precision, ZeRO stage and offload of the command line, "" if the
     # framework accepts them. `sizes` may have a pipeline where the command line has none, or the other
     # way round, so the message is yielded only if these sizes are refused too.
@@ -48,10 +49,12 @@ def refusals(
             f"experts with {tensor_flag} {sizes.tensor}: Megatron-LM ends with an error at the first step; "
             "add --sequence-parallel"
         )
+
     # chunks=1: only layers are divided into chunks.
     yield from _line_if_indivisible(
         "--num-attention-heads", model.heads, tensor_flag, sizes.tensor, chunks=1, world=world
     )
+
     # Each tensor-parallel rank has some query groups, or several of these ranks share a group.
     groups = model.groups  # key-value heads; 0: as many as heads
     if groups and groups % sizes.tensor and sizes.tensor % groups:
@@ -61,6 +64,7 @@ def refusals(
     may_be_unequal = bool(command_line.stage_layers) or partitioned
     if not is_megatron_lm or may_be_unequal or sizes.pipeline <= 1:
         return
+
     # Unless the layers of each stage are given, Megatron-LM divides them evenly: every stage has
     # `virtual` chunks (1 without the interleaved schedule), and every chunk has equally many layers.
     lines = _line_if_indivisible(

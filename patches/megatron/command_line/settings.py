@@ -146,6 +146,7 @@ def _with_config(from_flags: Settings, config: DsConfig) -> Settings:
     file_name = Path(config.path).name
     # Nested keys are joined by dots. "auto" leaves a setting to DeepSpeed.
     value_of_key = {key: value for key, value in _leaves(config.content) if value != "auto"}
+
     # settings_of() reads a key like a flag that one word follows.
     config_values = settings_of(
         SETTING_OF_KEY, {key: [value] for key, value in value_of_key.items()}
@@ -246,7 +247,7 @@ def settings_of(
 
 
 def _convert(conversion: Any, words: Sequence[Any]) -> Any:
-    """Return the value that the words after a flag give to its setting, or None if they are invalid.
+    """Convert the words after a flag into the value of its setting; None if they are invalid.
 
     Args:
         conversion: A type that converts the words (int, float, str; list for several whole numbers), a
@@ -294,7 +295,7 @@ def _is_value_without_effect(name: str, value: str, tensor_size: str = "") -> bo
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of each value in nested dictionaries, with the keys joined by dots: "fp16.enabled".
+    """Yield (key, value) of each value in nested dictionaries; keys are joined by dots: "fp16.enabled".
 
     A dictionary with "enabled": false yields nothing, because its other values have no effect.
     """

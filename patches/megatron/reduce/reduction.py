@@ -110,16 +110,19 @@ def _reduce_as_planned(current: Session, call: Call, instance: Any) -> Any:
     bucket_bytes = current.reduction(ranks, backend, gradient_bytes).bucket_bytes
     bucket_elements = max(1, bucket_bytes // FLOAT32_BYTES)
     _set_overlap_and_buckets(ddp_config, bucket_elements, rank_count=len(ranks))
+
     # _set_overlap_and_buckets() sets this attribute.
     overlap_was_switched_on = getattr(ddp_config, "overlap_by_plan", False)
     if overlap_was_switched_on:
         _no_sync_between_micro_batches(arguments["config"], instance)
+
     # Under --holmes-overlap on, updated weights are gathered during the next forward pass.
     # set_gather_overlap() sets that in ddp_config, if this model allows it.
     gathers_weights = megatron_gather.set_gather_overlap(ddp_config)
     result = _construct(call, arguments)
     if gathers_weights:
         megatron_gather.finish_gathers_before_state_dict(instance)
+
     # For the job's report. This is megatron-core's own reduction: it is not hierarchical.
     overlap = ddp_config.overlap_grad_reduce
     session.note_reduction(ranks, planned, gradient_bytes, hierarchical=False, overlap=overlap)
@@ -166,6 +169,7 @@ def _construct(call: Call, arguments: Mapping[str, Any]) -> Any:
         bucket_size = None
     else:
         bucket_size = ddp_config.bucket_size
+
     # Since megatron-core 0.18, the layout of the distributed optimizer's buckets is an argument.
     takes_layout = "full_param_layout" in arguments and ddp_config.use_distributed_optimizer
     # The constructor calls functions of megatron-core that make buffers and layouts. holmes has
@@ -276,6 +280,7 @@ def _bucket_as_planned(
     elements = _planned_bucket_size.get()
     if elements is None:
         return call()
+
     # _set_overlap_and_buckets() has marked ddp_config if holmes has chosen the size in it.
     is_size_of_holmes = getattr(ddp_config, "buckets_by_plan", False)
     if bucket_size is not None and not is_size_of_holmes:

@@ -63,9 +63,11 @@ def _all_reduce(
         return call()
     # skip_if_none and config are not read. They are parameters so that unread_arguments() does not list them.
     chunk = _chunk_with_embedding(model, pp_group)
+
     # embd_group has the two ranks with a copy of the embedding.
     if chunk is None or not _is_pair_member(embd_group):
         return call()
+
     # Arguments that this wrapper does not have. A later megatron-core may pass some, and call() handles them.
     if call.unread_arguments():
         return call()
@@ -77,6 +79,7 @@ def _all_reduce(
     gradient = getattr(weight, "main_grad", None)
     if type(gradient) is not torch.Tensor:  # none, or a DTensor
         return call()
+
     # Imported here, where torch has been loaded already.
     from holmes_ext.runtime.reduce.tied import tied_sum_of
 
@@ -139,9 +142,11 @@ def _chunk_with_embedding(model: list[Any], pipeline_group: Any) -> Any:
     ddp_config = getattr(chunk, "ddp_config", None)
     if ddp_config is None or ddp_config.use_megatron_fsdp:
         return None
+
     # own_shard() looks up the embedding in the list of gradient buffers.
     if not isinstance(getattr(chunk, "buffers", None), list):
         return None
+
     # own_shard() assumes that a bucket is sharded over all data-parallel ranks. Each of several instances
     # shards it over its own ranks only.
     if ddp_config.num_distributed_optimizer_instances != 1:
@@ -165,12 +170,14 @@ def own_shard(chunk: Any, weight: Any) -> ElementRange | None:
     if not chunk.ddp_config.use_distributed_optimizer:
         return None
     buffer = next(candidate for candidate in chunk.buffers if weight in candidate.param_index_map)
+
     # Start and stop are indices in the buffer.
     weight_start, weight_stop, bucket_index = buffer.param_index_map[weight]
     bucket = buffer.buckets[bucket_index]
     group = buffer.data_parallel_group
     shard_size = bucket.grad_data.numel() // group.size()
     shard_start = bucket.offset + group.rank() * shard_size
+
     # The overlap of weight and shard, as indices in the buffer.
     start = max(weight_start, shard_start)
     stop = min(weight_stop, shard_start + shard_size)
