@@ -58,27 +58,28 @@ CASES = {
 MEASURED = "evaluation loss", "evaluation loss of one job's weights", "training loss"
 #: Way to join -> value of --holmes-outer.
 WAYS = {
-    "default": "",
-    "lr 0.7, momentum 0.9": "lr=0.7,momentum=0.9",
-    "lr 1, momentum 0.7": "lr=1,momentum=0.7",
-    "lr 1, momentum 0.6": "lr=1,momentum=0.6",
-    "lr 1, momentum 0.5": "lr=1,momentum=0.5",
-    "lr 1, momentum 0.4": "lr=1,momentum=0.4",
-    "lr 0.7, momentum 0.5": "lr=0.7,momentum=0.5",
-    "lr 1.41, momentum 0": "lr=1.41,momentum=0",
-    "lr 1, momentum 0": "lr=1,momentum=0",
-    "delay 1": "delay=1",
+    "diloco": "algorithm=diloco",
+    "lr 0.7, momentum 0.9": "algorithm=diloco,lr=0.7,momentum=0.9",
+    "lr 1, momentum 0.7": "algorithm=diloco,lr=1,momentum=0.7",
+    "lr 1, momentum 0.6": "algorithm=diloco,lr=1,momentum=0.6",
+    "lr 1, momentum 0.5": "algorithm=diloco,lr=1,momentum=0.5",
+    "lr 1, momentum 0.4": "algorithm=diloco,lr=1,momentum=0.4",
+    "lr 0.7, momentum 0.5": "algorithm=diloco,lr=0.7,momentum=0.5",
+    "lr 1.41, momentum 0": "algorithm=diloco,lr=1.41,momentum=0",
+    "lr 1, momentum 0": "algorithm=diloco,lr=1,momentum=0",
+    "delay 1": "algorithm=diloco,delay=1",
     "average, delay 5": "algorithm=average,every=30,fragments=1,delay=5,compress=off",
     "average of 4 steps": "algorithm=average,every=4,fragments=1,delay=0,compress=off",
     "average of every step": "algorithm=average,every=1,fragments=1,delay=0,compress=off",
-    "diloco": "every=30,fragments=1,delay=0,compress=off",
-    "diloco, every 16": "every=16,fragments=1,delay=0,compress=off",
-    "delay 5, mix 0": "every=30,fragments=1,delay=5,mix=0,compress=off",
-    "delay 5, mix 0.5": "every=30,fragments=1,delay=5,mix=0.5,compress=off",
+    "diloco of whole weights": "algorithm=diloco,every=30,fragments=1,delay=0,compress=off",
+    "diloco, every 16": "algorithm=diloco,every=16,fragments=1,delay=0,compress=off",
+    "delay 5, mix 0": "algorithm=diloco,every=30,fragments=1,delay=5,mix=0,compress=off",
+    "delay 5, mix 0.5": "algorithm=diloco,every=30,fragments=1,delay=5,mix=0.5,compress=off",
     "muon": "algorithm=muon",
-    "float32": "compress=off",
-    "int8": "compress=int8",
-    "2bit, every 208": "compress=2bit,every=208",
+    "float32": "algorithm=diloco,compress=off",
+    "int8": "algorithm=diloco,compress=int8",
+    "muon, 2bit, every 208": "algorithm=muon,compress=2bit,every=208",
+    "2bit, every 208": "algorithm=diloco,compress=2bit,every=208",
     "co2": "algorithm=co2,every=30,fragments=1,compress=off",
 }
 
@@ -98,10 +99,11 @@ class Comparison(NamedTuple):
 
 
 COMPARED = (
-    Comparison("default", "synchronous", noise_of="synchronous", sign="<="),
-    Comparison("alone", "default", noise_of="synchronous", sign=">="),
+    Comparison("diloco", "synchronous", noise_of="synchronous", sign="<="),
+    Comparison("alone", "diloco", noise_of="synchronous", sign=">="),
     Comparison("muon", "synchronous", noise_of="synchronous", sign="<="),
-    Comparison("2bit, every 208", "default", noise_of="default", sign="<="),
+    Comparison("muon, 2bit, every 208", "muon", noise_of="muon", sign="<="),
+    Comparison("2bit, every 208", "diloco", noise_of="diloco", sign="<="),
 )
 
 

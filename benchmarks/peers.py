@@ -12,7 +12,7 @@ Each library runs with the defaults of its documentation and, where others are b
     torchft     train_diloco.py: 20 steps, outer learning rate 0.7 and momentum 0.9; with USE_STREAMING: 2
                 fragments, delay 5; and the settings with which holmes is best
     hivemind    the quick start, with rounds as long as those of holmes
-    holmes      the defaults of --holmes-outer; and with 2 bits for each element
+    holmes      algorithm=diloco, as the others, else the defaults; and with 2 bits for each element
     alone       a job that does not join
 
 Every step sleeps as long as an accelerator would compute (--pace). The results:
@@ -69,8 +69,8 @@ class Way:
 
 WAYS = {
     "alone": Way("none"),
-    "holmes, default": Way("holmes", "min=2,timeout=20"),
-    "holmes, 2bit": Way("holmes", "min=2,timeout=20,compress=2bit"),
+    "holmes, diloco": Way("holmes", "min=2,timeout=20,algorithm=diloco"),
+    "holmes, diloco, 2bit": Way("holmes", "min=2,timeout=20,algorithm=diloco,compress=2bit"),
     "torchft, default": Way("torchft", "sync_every=20"),
     "torchft, streaming": Way("torchft", "sync_every=20,fragments=2,delay=5"),
     "torchft, holmes's settings": Way(
@@ -373,7 +373,7 @@ def main() -> int:
     """Measure the chosen cases, print the table of results, and write the results file.
 
     A way is a library that joins two training jobs, with its settings: a key of WAYS, such as
-    "holmes, default" or "torchft, streaming". Each step of a job sleeps for --pace seconds, as long
+    "holmes, diloco" or "torchft, streaming". Each step of a job sleeps for --pace seconds, as long
     as an accelerator would compute.
     """
     arguments = parser(__doc__.splitlines()[0])

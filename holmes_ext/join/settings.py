@@ -43,7 +43,7 @@ class OuterSettings:
     """
 
     #: Outer algorithm (algorithms.py).
-    algorithm: Annotated[str, OneOf(ALGORITHMS)] = "diloco"
+    algorithm: Annotated[str, OneOf(ALGORITHMS)] = "muon"
     #: Inner steps between two exchanges of a fragment; 0: `seconds` decides.
     every: int = DEFAULT[0]
     seconds: float = 0.0

@@ -119,14 +119,15 @@ def expected(text, steps, jobs=2, alpha=None):
 @pytest.mark.parametrize("delay, alpha", [(0, None), (2, None), (2, 0.0), (2, 0.5)])
 def test_diloco_is_the_papers(fragments, delay, alpha):
     mix = "keep" if alpha is None else alpha
-    text = f"every=12,fragments={fragments},delay={delay},compress=off,mix={mix}"
+    text = f"algorithm=diloco,every=12,fragments={fragments},delay={delay},compress=off,mix={mix}"
     found = run(text, 30)
     for mine, theirs in zip(found.values(), expected(text, 30, alpha=alpha)):
         torch.testing.assert_close(torch.stack(mine), torch.stack(theirs), rtol=1e-5, atol=1e-6)
 
 
 def test_four_jobs_move_further_and_one_moves_as_far_as_alone():
-    text, names = "every=6,fragments=2,delay=1,compress=off", ("east", "west", "north", "south")
+    text = "algorithm=diloco,every=6,fragments=2,delay=1,compress=off"
+    names = ("east", "west", "north", "south")
     for mine, theirs in zip(run(text, 18, names).values(), expected(text, 18, jobs=4)):
         torch.testing.assert_close(torch.stack(mine), torch.stack(theirs), rtol=1e-5, atol=1e-6)
     (one,) = run(text, 18, ("east",)).values()
@@ -204,12 +205,14 @@ def test_robust_aggregates_run(aggregate):
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_int8_is_close_to_float32():
+@pytest.mark.parametrize("algorithm, most", [("diloco", 0.05), ("muon", 0.2)])
+def test_int8_is_close_to_float32(algorithm, most):
+    """Muon's outer step also makes the small singular values of the rounding errors longer."""
     exact, coded = (
-        run(f"every=4,fragments=1,delay=0,compress={kind}", 40)["east"][-1]
+        run(f"algorithm={algorithm},every=4,fragments=1,delay=0,compress={kind}", 40)["east"][-1]
         for kind in ("off", "int8")
     )
-    assert 0 < (coded - exact).norm() < 0.05 * (exact - flat(model_of())).norm()
+    assert 0 < (coded - exact).norm() < most * (exact - flat(model_of())).norm()
 
 
 def test_a_job_that_begins_with_other_weights_takes_the_first_ones():

@@ -93,7 +93,10 @@ def test_only_matrices_are_made_orthogonal():
         0,
     )
     plain = OuterState(
-        OuterSettings(fragments=1), here, owners(here.total, [0, here.total], {0: here.holdings}), 0
+        OuterSettings(algorithm="diloco", fragments=1),
+        here,
+        owners(here.total, [0, here.total], {0: here.holdings}),
+        0,
     )
     gradient = torch.randn(here.total, generator=torch.Generator().manual_seed(3))
     for one in (state, plain):
