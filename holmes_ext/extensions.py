@@ -207,9 +207,10 @@ def bare_value(name: str) -> str:
 
 
 def refuse_separate_values(argv: list[str]) -> None:
-    """Raise an error for `--holmes-check json`, where a flag takes its value only after "=".
+    """Raise HolmesError for `--holmes-check json` if this flag takes a value only after "=".
 
-    Words that the flag does not allow belong to the script, as does all after a lone "--".
+    The next word is not an error if it is no possible value of the flag: then it belongs to the script.
+    All words after a lone "--" belong to the script, too.
     """
     for argument, word in itertools.pairwise(argv):
         if argument == "--":

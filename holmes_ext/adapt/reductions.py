@@ -96,9 +96,7 @@ class ReductionChange:
 
     @property
     def text(self) -> str:
-        """This change in words, for the first pipeline stage that changes.
-
-        `size` (bytes of gradients) decides whether an algorithm is hierarchical.
+        """Description of this change for the user: new and old algorithm of the first changed stage.
 
         Example: "gradients of stage 1 hierarchically, in chunks of 4 MiB (were in one ring, in
         buckets of 25 MiB)". In a job with a single stage, "of stage 1" is left out.
@@ -107,8 +105,9 @@ class ReductionChange:
         while self.after[stage] == self.before[stage]:
             stage += 1
         of_stage = f" of stage {stage}" if len(self.after) > 1 else ""
-        after = reduction_text(self.after[stage], self.size)
-        before = reduction_text(self.before[stage], self.size)
+        gradient_bytes = self.size  # small gradients are reduced in one ring by any algorithm
+        after = reduction_text(self.after[stage], gradient_bytes)
+        before = reduction_text(self.before[stage], gradient_bytes)
         return f"gradients{of_stage} {after} (were {before})"
 
 
@@ -136,7 +135,7 @@ def is_hierarchical(reduction: ReductionSpec, size: float) -> bool:
 
 
 def reduction_text(reduction: ReductionSpec, size: float) -> str:
-    """Return how gradients are summed, in words: "in one ring, in buckets of 25 MiB".
+    """Return a description of how gradients are summed, such as "in one ring, in buckets of 25 MiB".
 
     Args:
         reduction: How the stage sums gradients.

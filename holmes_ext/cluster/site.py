@@ -152,8 +152,8 @@ class Site:
     def of_reports(cls, nodes: Sequence[Node], fabrics: tuple[Fabric, ...]) -> Site:
         """Return the site of nodes that reported, without a cluster.toml.
 
-        If nodes of a cluster have different numbers of processes, each number gets a cluster of its own: "ib"
-        becomes "ib-4" and "ib-8".
+        All nodes of a cluster must have equally many processes. So a cluster "ib" that has nodes with 4 and
+        nodes with 8 processes is split into two clusters, "ib-4" and "ib-8".
         """
         counts_in: dict[str, set[int]] = {}  # cluster -> numbers of processes of its nodes
         for node in nodes:
@@ -199,9 +199,9 @@ class Site:
     def ranks_of_every_node(self) -> int:
         """Number of processes on each node if all have equally many, else 1.
 
-        It is for error messages about parallel sizes (Sizes.complete) that propose numbers of nodes that
-        would fit. If nodes differ, no number of nodes says how many ranks they have. With 1, the messages
-        propose numbers of processes instead.
+        Error messages about parallel sizes (Sizes.complete) use it to propose a number of nodes that would
+        fit. If the nodes have different numbers of processes, they propose a number of processes instead:
+        that is the effect of 1.
         """
         return self.processes if self.has_equal_nodes else 1
 

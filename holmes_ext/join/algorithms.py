@@ -44,11 +44,12 @@ if TYPE_CHECKING:
 
 
 class Schedule(Protocol):
-    """Interface of the training loop (loop.OuterLoop) that an outer algorithm sees.
+    """Part of the training loop (loop.OuterLoop) that an outer algorithm uses.
 
-    After each inner step the loop calls the algorithm's after_step(). With these counters and operations,
-    that method sends a fragment's pseudo-gradient or applies a received aggregate, if it is time. A period is
-    the time from one fragment's exchange to the next fragment's, counted in inner steps.
+    The jobs exchange the model fragment by fragment. A period is the number of inner steps between the
+    exchanges of two fragments. After each inner step, the loop calls `algorithm.after_step(loop)`. The
+    algorithm then reads the two counters of the loop, and calls its methods if a pseudo-gradient must be
+    sent, or a received aggregate must be applied.
     """
 
     in_period: int  # inner steps since the period began
@@ -278,7 +279,7 @@ class Co2(DiLoCo):
         return momentum
 
     def after_step(self, loop: Schedule) -> None:
-        """Apply a fragment's last aggregate and send its next pseudo-gradient at the end of a period."""
+        """At the end of a period, apply a fragment's last aggregate and send its next pseudo-gradient."""
         if loop.in_period >= loop.period:
             fragment = loop.capture()
             loop.finish_round(fragment)  # of the pseudo-gradient that was submitted the last time

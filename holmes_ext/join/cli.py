@@ -259,7 +259,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _name_of_this_host() -> str:
-    """Return the full name of this host; only its short name if /etc/hosts makes it "localhost"."""
+    """Return the fully qualified name of this host, or its short name if the full one is "localhost"."""
     full_name = socket.getfqdn()
     return socket.gethostname() if full_name.startswith("localhost") else full_name
 

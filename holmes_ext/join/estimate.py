@@ -81,7 +81,7 @@ class TimedSetting:
 
 
 class OuterValues(NamedTuple):
-    """The three values of --holmes-outer on which the time of a step depends."""
+    """Values of `every`, `fragments` and `delay` in --holmes-outer: the step time depends on these."""
 
     every: int  # inner steps from an exchange of a fragment to its next exchange
     fragments: int  # parts of the model that are exchanged one after the other

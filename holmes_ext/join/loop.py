@@ -158,11 +158,11 @@ class OuterLoop:
         gradient = fragment.anchor - local
         if index in self._carried:  # the pseudo-gradient of a void round
             gradient += self._carried.pop(index)
-        # If inner steps after the capture are to be kept, the local weights at this time are needed later.
-        parts = None
+        # mix=keep: the inner steps between capture and outer step are later weights minus this copy.
+        weights_at_capture = None
         keeps_later_steps = self.settings.mix == "keep" and self.algorithm.keeps_progress
-        if keeps_later_steps and self.settings.delay:
-            parts = [
+        if keeps_later_steps and self.settings.delay > 0:
+            weights_at_capture = [
                 Part(part.start, part.values.to("cpu", torch.float32, copy=True))
                 for part in self.weights.held(fragment.start, fragment.stop)
             ]
@@ -176,7 +176,7 @@ class OuterLoop:
             period=self._wanted_period(),
         )
         self._tokens = 0.0
-        self._captured[index] = _Capture(in_flight, parts)
+        self._captured[index] = _Capture(in_flight, weights_at_capture)
 
     def submit(self, fragment: int) -> None:
         """Pass the captured pseudo-gradient of a fragment to the thread that runs the outer rounds."""
@@ -193,7 +193,7 @@ class OuterLoop:
         """Wait for the end of a fragment's round, and apply the result to anchor and local weights.
 
         If nothing was submitted yet (first period of CO2), the local weights are only reset to the
-        anchor. Their difference is in the pseudo-gradient just captured, so no progress is lost.
+        anchor. The pseudo-gradient just captured contains this change, so no progress is lost.
 
         Args:
             fragment: Index of the fragment.
@@ -313,8 +313,8 @@ class OuterLoop:
     ) -> None:
         """Overwrite the local weights of fragment `index` with values from their anchor; collective.
 
-        Each rank has the anchor of the elements that it exchanges. It gets the anchor of its other
-        elements from the ranks that hold the same weights.
+        Ranks that hold the same weights divide the anchor: each rank stores a part of it. So the parts
+        are first gathered from all these ranks.
 
         Args:
             new_values: Called with consecutive local weights and their anchor; returns their new values.
@@ -346,8 +346,8 @@ class OuterLoop:
     def _wanted_period(self) -> int:
         """Return the period that this rank proposes, in inner steps; 0: no change.
 
-        With `every` in seconds, all fragments are exchanged once in that time. So a period takes every /
-        fragments seconds; divided by the measured time of a step. All ranks use the proposal of rank 0.
+        If `every` is in seconds, a period should last every / fragments seconds. The proposal is this time
+        divided by the measured time of an inner step. All ranks use the proposal of rank 0.
         """
         if not self.settings.seconds:
             return 0

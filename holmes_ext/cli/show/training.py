@@ -380,7 +380,7 @@ def _sizes_of_job(args: argparse.Namespace, command_line: CommandLine) -> Sizes 
 
 
 def _lines_about_command(command: Command, command_line: CommandLine, model_file: str) -> list[str]:
-    """Return lines for the user: values that were read from the training command, and words that were not.
+    """Return lines for the user: values read from the training command, and words that the plan ignores.
 
     Args:
         command: The training command, as words before, at and after its script. There are no lines

@@ -23,10 +23,10 @@ from holmes_ext.errors import HolmesError
 
 
 class FabricLabel(NamedTuple):
-    """Label whose value is the same on all nodes of an RDMA network."""
+    """Label of Kubernetes nodes that identifies their RDMA network: nodes with equal values share it."""
 
-    name: str
-    source: str  # public text about the meaning of the label
+    name: str  # of the label
+    source: str  # public documentation of the label
 
 
 #: Labels that name the network of a node, the most reliable first: networks themselves, then blocks and

@@ -48,7 +48,7 @@ class AwaitedPeers:
         self._since.pop(name, None)
 
     def may_arrive(self, now: float) -> bool:
-        """Return whether any expected job may still connect: it is waited for until its time is over."""
+        """Return whether the coordinator still waits for an expected job: one has not timed out yet."""
         patience_s = self._patience_s()
         return any(now < since + patience_s for since in self._since.values())
 

@@ -119,9 +119,12 @@ class FailedPairs:
         }
 
     def apart(self, names: Collection[str], now: float) -> Failures:
-        """Return the pairs of these jobs that must not be in the same round -> the jobs that reported it.
+        """Return the pairs of these jobs that are kept apart now: no round may have both jobs of a pair.
 
-        They could not exchange data over the relay either, and are kept apart for a while (separate()).
+        separate() keeps a pair apart for a while, after an exchange over the relay has failed, too.
+
+        Returns:
+            Pair -> the jobs that reported the failure.
         """
         return {
             pair: separation.reporters
@@ -207,8 +210,8 @@ class _CoverSearch:
 
         Args:
             neighbours: Graph of the pairs that `cover` does not have: job -> jobs at the other ends.
-            cover: Jobs that are chosen.
-            cost_so_far: Their cost.
+            cover: Jobs that are chosen already.
+            cost_so_far: Sum of the costs of the jobs in `cover`.
         """
         self._steps += 1
         lower_bound = cost_so_far + _COST_OF_JOB * _disjoint_pairs(neighbours)

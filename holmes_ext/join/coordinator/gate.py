@@ -55,17 +55,16 @@ class _Complaint(NamedTuple):
 
 
 class Complaints:
-    """Limit of the log lines about rejected callers, who could flood the log. Not thread-safe."""
+    """Limits how many log lines report rejected callers, who could flood the log. Not thread-safe."""
 
     def __init__(self) -> None:
         self._latest: list[_Complaint] = []  # of the last minute
 
     def add(self, host: str, now: float) -> str | None:
-        """Count a log line about a caller from a host.
+        """Count a rejected caller, and return how its log line ends; None: write no line.
 
-        Returns:
-            Ending of the line; None: too many lines were written in the last minute, of the network or in
-            all.
+        No line is written if the last minute has too many lines already: about callers from the same
+        network, or about all callers.
         """
         network = network_of(host)
         self._latest = [

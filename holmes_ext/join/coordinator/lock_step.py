@@ -100,12 +100,17 @@ class LockStepRounds:
     def _must_catch_up(self, member: Member, round_number: int) -> bool:
         """Return whether a job that asks for a round must first catch up with the other jobs.
 
-        It must if it is catching up already, if the round was begun or decided without it, if it has no
-        part in the round that the run exchanges now, or if its weights are outdated.
+        It must in each of these cases:
+
+        1. The job is catching up already.
+        2. Round `round_number` has ended, or has begun without the job.
+        3. The current round, which may be an earlier one, goes on without the job: as soon as that round
+           is committed, the job's weights are outdated.
+        4. The job's weights are outdated now.
 
         Args:
             member: The job.
-            round_number: The round for which it has reported `ready`, for the first time.
+            round_number: Number of the round for which the job has just reported `ready`.
         """
         is_catching_up = member.catches_up_after is not None
         if is_catching_up or round_number < self._state.number:
@@ -257,9 +262,9 @@ class LockStepRounds:
     def _begin(self, round_state: RoundState, now: float) -> None:
         """Begin the exchange between the ready jobs whose weights agree with the majority's.
 
-        The other ready jobs are `behind`: they have to take the weights from another job first. Members that
-        failed to exchange data with each other lately are not in the same round: one of the two is left out.
-        begin_exchange() voids the round if too few pseudo-gradients count.
+        The other ready jobs are marked as `behind`: they must first take the weights from another job. If
+        two jobs have lately failed to exchange data with each other, one of the two is left out. If too few
+        of the remaining jobs have a usable pseudo-gradient, the round ends without an exchange (void).
 
         Args:
             round_state: A round that has not begun.
@@ -394,6 +399,6 @@ def _has_begun(round_state: RoundState) -> bool:
 
 
 def _goes_on_without(round_state: RoundState, name: str) -> bool:
-    """Return whether a round's exchange is under way, without the job as a member (or any more)."""
+    """Return whether a round's exchange is under way, and the job is not one of its members now."""
     is_under_way = round_state.attempt > 0 and not round_state.outcome
     return is_under_way and name not in round_state.members

@@ -118,7 +118,7 @@ def _factor(table: Table, key: str) -> float:
 
 
 def _line(table: Table, key: str) -> str:
-    """Return a text of the table as a printable line of limited length."""
+    """Return the text at `key`, cut to _LINE characters, with control characters replaced by "?"."""
     return printable(table.take(key, str), _LINE)
 
 

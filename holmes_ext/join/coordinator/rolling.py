@@ -223,10 +223,10 @@ class RollingRounds:
                 return
 
     def _forget_offers(self, name: str) -> None:
-        """Forget the pseudo-gradients that a job offered in its last request, because that is answered.
+        """Forget the pseudo-gradients that a job offered in a request, when the request gets a reply.
 
-        The reply may make the job drop pseudo-gradients that count in the round or are unusable. In its next
-        request, the job offers those that it still has.
+        After the reply, the job may drop pseudo-gradients that count in the round or are unusable. Its
+        next request offers those that it still has.
         """
         if report := self._reports.get(name):
             self._reports[name] = replace(report, offers={})

@@ -412,10 +412,14 @@ class CoordinatorServer:
         )
 
     def _hello(self, identity: JobIdentity, hello: Hello, now: float) -> dict[str, Any] | None:
-        """Let a job join or reconnect; None: nothing is decided yet.
+        """Let a job join or reconnect, and return the reply to its `hello` request.
+
+        Returns:
+            The reply, with the last round and the job's state. None while the coordinator cannot decide
+            yet whether the job may join.
 
         Raises:
-            HolmesError: Its certificate or its settings do not allow it, or the coordinator refuses it.
+            HolmesError: The job may not join, for example because of its certificate or its settings.
         """
         state = self._coordinator.state
         present = [member.name for member in state.present()]

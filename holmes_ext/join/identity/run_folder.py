@@ -76,7 +76,7 @@ class _Record:
 
 
 class Revocation(NamedTuple):
-    """Numbers of certificates and invitations of a job that `holmes join revoke` has revoked."""
+    """Result of `holmes join revoke`: how many certificates and invitations of a job it has revoked."""
 
     certificates: int  # that are refused from now on
     invitations: int  # that can no longer be redeemed

@@ -218,13 +218,13 @@ class DonorConnections:
         self._is_over = False  # cut() was called
 
     def cut(self) -> None:
-        """End the use of the connections, from another thread than the one that reads."""
+        """Shut all connections down from another thread, so that the thread that reads gets an error."""
         self._is_over = True
         for channel in list(self._channels.values()):
             channel.cut()
 
     def close(self) -> None:
-        """Close the connections; called in the thread that reads."""
+        """Close all connections; called in the thread that reads from them."""
         for channel in self._channels.values():
             channel.close()
 
@@ -289,7 +289,7 @@ class FragmentReader:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holmes-take")
 
     def read(self, request: FragmentRequest) -> Future[ReadFragment]:
-        """Begin to read this rank's elements of a fragment, after those of earlier calls."""
+        """Queue a fragment to be read; the future gets this rank's elements of it, read from the donor."""
         return self._thread.submit(self._read, request)
 
     def close(self) -> None:
@@ -370,14 +370,14 @@ def _take_fragment(
     """Compare what all ranks of this job have read of a fragment, and store it; collective.
 
     Args:
-        request: The fragment, and the version that it must have.
-        first_read: What this rank reads of it.
-        reader: Reads it again, if the donor has taken an outer step in between.
+        request: The fragment, and the least version that it must have.
+        first_read: Gets this rank's elements of the fragment.
+        reader: Reads the fragment again if the donor took an outer step while the ranks were reading.
         job_ranks: Collectives over the ranks of this job.
-        store: As that of take_fragments().
+        store: Called with the fragment, its version, anchor and momentum (see take_fragments()).
 
     Returns:
-        "", or why the fragment could not be taken.
+        "" if the fragment was stored. Otherwise the reason why it could not be taken.
     """
     next_read = first_read
     for _ in range(_TRIES):

@@ -159,41 +159,42 @@ class Claims:
         }
 
     def renew(self, submitted_versions: Sequence[int]) -> dict[str, list]:
-        """Update the stored versions and checksums of all fragments, and return them; collective.
+        """Return the versions and checksums of all fragments for the coordinator; collective.
 
-        The version of a fragment is the round of its last outer step. Only fragments with a new
-        version get a new checksum. If training has yet to apply the outer step of a committed round
-        (pending step), the version after that step is reported, without a checksum.
+        The version of a fragment is the round of its last outer step. Outer steps of committed rounds
+        that training has not applied yet (pending steps) count as taken. A fragment with such a step
+        has no checksum: it can be computed only after the step.
 
         Args:
-            submitted_versions: Versions of all fragments when training submitted its latest
-                pseudo-gradient. A fragment with an older version than now had a pending step then. All
-                ranks have the same values, as collective checksums need; the current versions of the
-                ranks may differ meanwhile.
+            submitted_versions: Version of each fragment, without pending steps, when training submitted
+                its latest pseudo-gradient; equal on all ranks of the job. (The current versions are not,
+                because training applies a step on one rank sooner than on another.)
 
         Returns:
-            "versions" and "checksums" of all fragments; a checksum is "" while a step is pending.
+            "versions" and "checksums", lists with an entry for each fragment. A checksum is "" if the
+            fragment had a pending step at that submission.
         """
         with self._state.lock:
-            final_versions = [fragment.version_after_pending for fragment in self._state.fragments]
-        # Fragments that had no pending step at the submission: they had the final version already.
-        # Only for these can the checksum of the final version be computed now.
-        stable = [
+            reported_versions = [
+                fragment.version_after_pending for fragment in self._state.fragments
+            ]
+        without_pending_step = [
             index
-            for index, version in enumerate(submitted_versions)
-            if final_versions[index] == version
+            for index, submitted_version in enumerate(submitted_versions)
+            if submitted_version == reported_versions[index]
         ]
-        outdated = []
-        for index in stable:
+        without_cached_checksum = []
+        for index in without_pending_step:
             cached = self._cache.get(index)
-            if cached is None or cached.version != final_versions[index]:
-                outdated.append(index)
-        for index, checksum in zip(outdated, self._checksums(outdated, salt="")):
-            self._cache[index] = _CachedChecksum(final_versions[index], checksum)
-        checksums = [""] * len(final_versions)
-        for index in stable:
+            if cached is None or cached.version != reported_versions[index]:
+                without_cached_checksum.append(index)
+        new_checksums = self._checksums(without_cached_checksum, salt="")
+        for index, checksum in zip(without_cached_checksum, new_checksums):
+            self._cache[index] = _CachedChecksum(reported_versions[index], checksum)
+        checksums = [""] * len(reported_versions)
+        for index in without_pending_step:
             checksums[index] = hexadecimal(self._cache[index].checksum)
-        self.latest_report = {"versions": final_versions, "checksums": checksums}
+        self.latest_report = {"versions": reported_versions, "checksums": checksums}
         return self.latest_report
 
     def salted(self, fragment: int, salt: str) -> str:

@@ -127,7 +127,7 @@ class RoundRunner:
         self._thread.start()
 
     def submit(self, in_flight: InFlight) -> None:
-        """Pass a pseudo-gradient to the thread; its `ended` future gets the result of the round."""
+        """Queue a pseudo-gradient for a round; the rounds thread sets the result in `in_flight.ended`."""
         in_flight.versions = self._versions()
         self._inbox.put(in_flight)
 
