@@ -56,16 +56,16 @@ class Schedule(Protocol):
     period: int  # length of a period: every / fragments inner steps
 
     def capture(self) -> int:
-        """Compute and keep the next fragment's pseudo-gradient; return the fragment's index."""
+        """Compute the next fragment's pseudo-gradient, keep it for submit(), and return its index."""
 
     def submit(self, fragment: int) -> None:
-        """Send the captured pseudo-gradient of a fragment."""
+        """Begin to exchange the pseudo-gradient of a fragment that capture() has computed."""
 
     def finish_round(self, fragment: int) -> None:
-        """Wait for the aggregate of a fragment's submitted pseudo-gradient, and apply it."""
+        """Wait until a fragment's exchange has ended, and apply the aggregated pseudo-gradient."""
 
     def submitted(self) -> list[int]:
-        """Return the fragments with a submitted pseudo-gradient, the oldest first."""
+        """Return the fragments whose exchange finish_round() has not finished, the oldest first."""
 
     def new_period(self) -> None:
         """Begin the next period: set the counter of inner steps since the last exchange to 0."""
@@ -227,7 +227,7 @@ class DiLoCo:
 
 
 class Average(DiLoCo):
-    """Plain averaging of the weights (local SGD): an outer step without momentum."""
+    """Plain averaging of the jobs' weights (local SGD): DiLoCo's outer step without momentum."""
 
     defaults = {"momentum": 0.0}
 

@@ -342,7 +342,7 @@ def _run_settings(text: str) -> OuterSettings:
 
 
 def _raise_file_limit() -> None:
-    """Allow as many open files as possible: each rank behind NAT keeps a connection."""
+    """Raise this process's limit of open files to its maximum; each rank behind NAT needs a connection."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 

@@ -91,7 +91,7 @@ class EarlyContact:
         return _result_of(self._port, open_now)
 
     def close_channel(self) -> None:
-        """Close the connection for requests, also if it opens later: this is not rank 0 after all."""
+        """Close the connection for requests as soon as it is open, because only rank 0 needs one."""
 
         def close_if_open(channel: Future[Channel]) -> None:
             if channel.exception() is None:

@@ -412,7 +412,7 @@ def _refuse_unsupported_shards(
 
 
 def _flat(ranges: list[RankRange]) -> list[int]:
-    """Return [start, stop, rank, start, stop, rank, ...] of the ranges: the form in reports.Hello."""
+    """Return [start, stop, rank, start, stop, rank, ...]: the form of ranges in a job's `hello`."""
     numbers = []
     for span in ranges:
         numbers += [span.start, span.stop, span.rank]

@@ -45,7 +45,7 @@ _SHORTEST_STEP_S = 1e-6
 
 @dataclass(frozen=True)
 class Record:
-    """Finished round (exchange of a fragment with other jobs), for telemetry and `holmes report`."""
+    """Record of a finished round (exchange of a fragment), for telemetry and `holmes report`."""
 
     number: int
     fragment: int
@@ -56,7 +56,7 @@ class Record:
 
 @dataclass
 class _Capture:
-    """Pseudo-gradient of a fragment (anchor minus local weights), perhaps not sent yet."""
+    """Pseudo-gradient of a fragment, and the local weights from which it was computed."""
 
     in_flight: InFlight
     #: Host copy of the local weights at the capture, to compute the later inner steps that are kept (later
@@ -185,7 +185,7 @@ class OuterLoop:
         self.rounds.submit(sent.in_flight)
 
     def submitted(self) -> list[int]:
-        """Return the fragments whose pseudo-gradients were submitted, the oldest first."""
+        """Return the fragments with a submitted pseudo-gradient that is not applied yet, oldest first."""
         return list(self._submitted)
 
     @torch.no_grad()
@@ -267,7 +267,7 @@ class OuterLoop:
             self._carried[fragment] = sent.in_flight.gradient
 
     def new_period(self) -> None:
-        """Begin the next period: restart the count and the clock of inner steps until the next exchange."""
+        """Begin the next period: set its count of inner steps to 0, and its start time to now."""
         self.in_period = 0
         self._period_start = time.monotonic()
 
@@ -490,7 +490,7 @@ class OuterLoop:
         return f"round {self.number}"
 
     def end(self, why: str = "training is over") -> None:
-        """Leave the run, after waiting for the rounds under way for at most two timeouts."""
+        """Leave the run, after waiting for the rounds under way, but not longer than two timeouts."""
         self.rounds.close(2 * self.settings.timeout, why)
 
 

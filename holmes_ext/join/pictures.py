@@ -35,7 +35,7 @@ _NARROW_TICKS, _WIDE_TICKS = 4, 9
 
 @dataclass(frozen=True)
 class Incarnation:
-    """Start of a job, with its steps until the job ends or is killed."""
+    """Measured steps of a job, from one of its starts until it ended or was killed."""
 
     job: str
     end: float  # seconds from the first job's start

@@ -95,7 +95,7 @@ def _predict_step(request: SearchResult, seconds: float) -> _StepPrediction:
 
 
 def _request(spanning: SearchResult, cluster: str, samples: int) -> SearchResult:
-    """Return the request of a search for a job with `samples` samples a step on a cluster."""
+    """Return the input of a plan search for a job on one cluster that trains `samples` samples a step."""
     site = site_of_cluster(spanning.network.site, cluster)
     model = replace(spanning.model, global_batch=samples, micro_batches=0)
     request = spanning.on(Network(site, spanning.network.links), model)

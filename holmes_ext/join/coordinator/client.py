@@ -309,17 +309,17 @@ class Heartbeat:
         self._thread.start()
 
     def now(self) -> None:
-        """Send the next heartbeat at once, because the coordinator is a new process."""
+        """Send a heartbeat without waiting for its time, because the coordinator was restarted."""
         self._wake.set()
 
     def reconnect(self) -> None:
-        """Send the next heartbeats on a new connection, as soon as it can be opened."""
+        """Replace the connection of the heartbeats by a new one; the thread tries this repeatedly."""
         self.is_connected = False
         self._must_reconnect = True
         self._wake.set()
 
     def close(self, why: str) -> None:
-        """Stop the thread after a last heartbeat with the reason; if `why` is empty, without it."""
+        """Stop the thread; unless `why` is empty, send it in a last heartbeat as the job's reason."""
         self._end_reason = why
         self._ended.set()
         self._wake.set()

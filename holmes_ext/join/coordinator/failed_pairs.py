@@ -59,7 +59,7 @@ def failures_of(reports: Mapping[str, DoneReport], members: Collection[str]) -> 
 
 
 def only_reporters(failures: Failures) -> set[str]:
-    """Return the jobs that report a failed pair whose other job has not reported this failure."""
+    """Return the jobs that report a failed exchange with a job that itself does not report it."""
     return {name for names in failures.values() if len(names) == 1 for name in names}
 
 
@@ -133,7 +133,7 @@ class FailedPairs:
         }
 
     def has_failed(self, first: str, second: str) -> bool:
-        """Return whether the exchange of two jobs has failed lately, over the relay, too."""
+        """Return whether two jobs have lately failed to exchange data, both directly and over the relay."""
         return frozenset((first, second)) in self._separations
 
     def _forget_old(self, now: float) -> None:

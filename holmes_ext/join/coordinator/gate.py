@@ -100,7 +100,7 @@ class Gate:
         return self._run.credentials
 
     def settings_reply(self) -> dict[str, Any]:
-        """Return the reply to a job that reads the settings of the run."""
+        """Return the reply to the purpose "settings": the settings that all jobs must have."""
         return {"settings": None if self._settings is None else asdict(self._settings)}
 
     def redeem_reply(self, purpose: Purpose) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class Gate:
 
 
 def problem_at_coordinator(purpose: Purpose, holder: Holder) -> str:
-    """Return why the coordinator rejects a caller with this purpose and certificate; "": it accepts it."""
+    """Return the reason to reject a caller with this purpose and certificate; "" to accept the caller."""
     use = purpose.get("purpose")
     if use == REDEEM:
         return ""  # its invitation is checked instead

@@ -61,7 +61,7 @@ class RollingRounds:
     question: ClassVar[str] = "next"
 
     def __init__(self, state: RunState, rounds: Rounds, versions: Versions, awaited: AwaitedPeers):
-        """Begin without requests.
+        """Store the parts of the coordinator; no job has sent a request yet.
 
         Args:
             state: State of the run, with its jobs and rounds.
@@ -232,7 +232,7 @@ class RollingRounds:
             self._reports[name] = replace(report, offers={})
 
     def _record_offer_times(self, members: Sequence[Member], now: float) -> None:
-        """Record the time of new offers, and forget fragments that no job offers any more."""
+        """Record when each fragment was first offered; forget fragments that no job offers any more."""
         offered = {fragment for member in members for fragment in self._reports[member.name].offers}
         self._first_offer_times = {
             fragment: self._first_offer_times.get(fragment, now) for fragment in offered
@@ -353,7 +353,7 @@ class RollingRounds:
 
 
 def _unusable_offer(report: NextReport) -> str:
-    """Return why a pseudo-gradient that the report offers cannot be used; "": all can be used."""
+    """Return the reason why an offered pseudo-gradient is unusable; "" if all in the report are usable."""
     for offer in report.offers.values():
         if offer.norm is None:
             return offer.why or "its pseudo-gradient is not finite"

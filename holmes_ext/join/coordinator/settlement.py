@@ -442,7 +442,7 @@ class Settlement:
         round_state.excluded = {}
 
     def _least_jobs(self, round_state: RoundState) -> int:
-        """Return how many pseudo-gradients must count for the round to be committed."""
+        """Return the least number of usable pseudo-gradients with which the round can be committed."""
         return least_jobs([self._state.members[name] for name in round_state.electorate])
 
 
@@ -452,7 +452,7 @@ def _contributors(round_state: RoundState) -> list[str]:
 
 
 def _all_miss(round_state: RoundState, silent: set[str]) -> bool:
-    """Return whether all members that have reported `done` could not reach any of the silent members."""
+    """Return whether each member that has reported `done` has failed to reach every silent member."""
     reports = round_state.done_reports.values()
     return (
         bool(silent)

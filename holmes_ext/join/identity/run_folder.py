@@ -68,7 +68,7 @@ class _RunFile:
 
 @dataclass(frozen=True)
 class _Record:
-    """Record of an invitation: content of its file in the folder."""
+    """Content of an invitation's file in the state folder of the run."""
 
     job: str
     certificate: str = ""  # PEM text; "": not redeemed

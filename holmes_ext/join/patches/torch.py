@@ -101,7 +101,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Count a step of the job, if `optimizer` is the job's owner (_before_step); a hook of torch."""
+    """Count an inner step of the job if `optimizer` is the one that trains it; called after each step."""
     if training.owner() is optimizer:
         training.stepped()  # an exchange with the other jobs may begin or end
 

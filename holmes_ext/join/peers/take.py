@@ -254,7 +254,7 @@ class DonorConnections:
 
 
 class FragmentRequest(NamedTuple):
-    """Fragment that this job takes from a donor."""
+    """Fragment to take from another job (the donor), with the version and the tensors to take."""
 
     fragment: Fragment
     number: int  # of the fragment
@@ -263,7 +263,7 @@ class FragmentRequest(NamedTuple):
 
 
 class ReadFragment(NamedTuple):
-    """This rank's elements of a fragment, as they were read, or why they could not be read."""
+    """This rank's elements of a fragment, read from the donor, or the reason why that failed."""
 
     tensors: dict[str, torch.Tensor]
     versions: set[int] = set()  # several if the donor took an outer step in between

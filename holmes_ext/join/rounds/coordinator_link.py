@@ -205,7 +205,7 @@ class Claims:
         return hexadecimal(self._checksums([fragment], salt)[0])
 
     def forget(self, fragment: int) -> None:
-        """Forget the checksum of a fragment that was replaced with another job's."""
+        """Forget the checksum of a fragment, because its weights were replaced by another job's."""
         self._cache.pop(fragment, None)
 
     def _checksums(self, fragments: Sequence[int], salt: str) -> list[int]:
@@ -236,7 +236,7 @@ class RemoteJob:
 
 
 class FoundJobs(NamedTuple):
-    """Ranks of other jobs that were looked up, and the jobs that were not found."""
+    """Result of RemoteJobs.find(): ranks of the jobs that were found, and names of the other jobs."""
 
     jobs: dict[str, RemoteJob]  # by name
     missing: frozenset[str]  # names of jobs whose ranks cannot be found any more
@@ -246,7 +246,7 @@ class RemoteJobs:
     """Cache of the ranks of other jobs: the elements that they exchange, and their addresses.
 
     Args:
-        coordinator: Sends requests to the coordinator. That has the ranks of all jobs.
+        coordinator: Sends requests to the coordinator, which lists the ranks of all jobs.
         job_ranks: Collectives over the ranks of this job.
         position: Position of this rank in the model-parallel grid.
         total: Number of elements at this position.

@@ -60,7 +60,7 @@ _AGAIN_S = 2.0
 
 @dataclass
 class _Received:
-    """Pseudo-gradients of all jobs, as this rank has them after an attempt of their exchange."""
+    """Result of an exchange on this rank: the jobs' pseudo-gradients, or the jobs that failed."""
 
     attempt: Attempt
     names: list[str]  # jobs that contribute; this job may be among them
@@ -178,7 +178,7 @@ class RoundRunner:
         return result
 
     def hello(self) -> dict[str, Any]:
-        """Return the keys of the job's hello (reports.Hello) that change over time."""
+        """Return the part of the job's `hello` to the coordinator that changes over time."""
         return {
             **self.claims.latest_report,
             "round": self.number,
@@ -207,7 +207,7 @@ class RoundRunner:
                 in_flight.ended.set_exception(error)
 
     def _round(self, in_flight: InFlight) -> RoundResult:
-        """Exchange a submitted pseudo-gradient; return the round's result; collective."""
+        """Run a round for a submitted pseudo-gradient, and return its result; collective."""
         begin = time.monotonic()
         self.taker.wait_for_momenta()  # take_momenta() has ended: this raises its error
         sent_before = self.links.sent
@@ -427,7 +427,7 @@ class RoundRunner:
         }
 
     def _digests(self, in_flight: InFlight, received: _Received, salt: str) -> dict[str, str]:
-        """Return sending job -> salted digest of its data, over all ranks; collective."""
+        """Return for each job a salted digest of the data that it sent to all our ranks; collective."""
         fragment = self.state.fragments[in_flight.fragment]
         digests_of_rank = [
             received.attempt.digest(fragment, gradient, salt) for gradient in received.gradients

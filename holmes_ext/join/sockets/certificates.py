@@ -64,7 +64,7 @@ class TlsContexts:
 
 @dataclass(frozen=True)
 class Holder:
-    """Facts about the certificate that the other end of a connection has shown: fingerprint and names."""
+    """Fingerprint and names in the certificate that the other end of a connection has shown."""
 
     #: SHA-256 of the certificate, in hexadecimal digits; "": the other end has shown no certificate.
     fingerprint: str = ""

@@ -237,7 +237,7 @@ class Router:
         links: Sequence[Sequence[float]],
         nodes: dict[str, tuple[int, str]],
     ):
-        """Create a network without frames.
+        """Create the uplinks of the clusters and the links between them, with empty queues.
 
         Args:
             clusters: For each cluster, "mac" (address of its router) and "uplink_bps" (rate of its
