@@ -201,7 +201,7 @@ def options() -> dict[str, Option]:
 
 
 def bare_value(name: str) -> str:
-    """Return the value of an option whose flag has none, as in `--holmes-check`; "" if it needs one."""
+    """Return the value that an option gets from a flag without a value (`--holmes-check`); "" if none."""
     option = options().get(name)
     return option.bare_value if option else ""
 
@@ -281,7 +281,7 @@ def _note_problem(name: str, error: Exception) -> None:
 
 
 def _left_out(name: str, error: Exception) -> str:
-    """Return a line that an extension, or a part of one, is left out because of an error."""
+    """Return the line for the user about an extension, or a part of it, that cannot be loaded."""
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     return f"extension {name} is left out: {reason}"
 
@@ -305,7 +305,7 @@ def contributed(point: str, name: str) -> Any:
 
 
 def features() -> tuple[str, ...]:
-    """Return the names of all features whose patches are in extensions, without importing these."""
+    """Return the names of all features whose patches are in extensions; no extension is imported."""
     return tuple(
         feature
         for extension in found().extensions

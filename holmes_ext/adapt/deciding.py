@@ -78,7 +78,7 @@ class Deciding:
         tell: Callable[[str], None],
         put: Callable[[dict[str, Any]], None],
     ):
-        """Start without measurements. No change of the plan has been adopted yet.
+        """Make the evaluators that choose changes; the job has its first plan, and no measurements.
 
         Args:
             current: State of holmes in this process.
@@ -193,7 +193,7 @@ class Deciding:
         return None
 
     def _note_restart(self) -> None:
-        """Remember that all ranks have agreed on a restart, so that no restart is proposed again."""
+        """Record that all ranks have agreed on a restart, so that no other restart is proposed."""
         self._restart = None
         self._will_restart = True
 

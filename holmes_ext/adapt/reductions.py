@@ -67,7 +67,7 @@ class ReductionChange:
 
     @property
     def key(self) -> tuple[_ReductionKey, ...]:
-        """Value by which Trials recognizes a similar change that did not help.
+        """Value that is equal for similar changes; Trials recognizes rejected changes by it.
 
         Changes are similar if all stages get the same algorithms, with the same bytes of buckets or
         chunks after rounding to powers of two.
@@ -112,10 +112,10 @@ class ReductionChange:
 
 
 class _ReductionKey(NamedTuple):
-    """Rough description of an algorithm that reduces gradients, to recognize it if it did not help.
+    """Description of a reduction algorithm that is equal for algorithms of similar speed.
 
-    Two algorithms with the same key count as the same, because their speed is similar: the size of
-    a bucket or chunk is rounded to a power of two. Keys of all stages form ReductionChange.key.
+    The size of a bucket or chunk is rounded to a power of two. ReductionChange.key consists of the
+    keys of all stages.
     """
 
     is_hierarchical: bool
@@ -289,7 +289,7 @@ def _decisions_by_size(
 
 
 class _Choice(NamedTuple):
-    """Algorithm that reduces the gradients of a pipeline stage, and its time."""
+    """Algorithm chosen for the gradient reductions of a pipeline stage, and its predicted time."""
 
     reduction: ReductionSpec
     seconds: float  # of the reductions in a step: measured for the algorithm in use, else predicted
@@ -299,7 +299,7 @@ class ReductionEvaluator:
     """Chooses changes of the algorithms that reduce a job's gradients, and checks their effect."""
 
     def __init__(self, network_api: str, options: Options, engine: EngineTraits):
-        """Start with no change adopted or rejected so far.
+        """Create an evaluator for a job that has adopted no change yet.
 
         Args:
             network_api: VERBS if the data-parallel groups use NCCL, SOCKETS if they use gloo.

@@ -60,7 +60,7 @@ class VoteResult(NamedTuple):
 
 @dataclass
 class _Pending:
-    """Change for which this rank has voted yes."""
+    """Change that this rank adopts at step `at`, unless the vote of all ranks keeps the old plan."""
 
     number: int  # of the ballot
     at: int  # first step with the change
@@ -146,7 +146,7 @@ class Vote:
         stopped: threading.Event,
         patience_s: float = PATIENCE_S,
     ):
-        """Prepare to vote.
+        """Store the connection to the job's store, over which the ranks vote.
 
         Args:
             store: Client of the job's store that only this thread uses.

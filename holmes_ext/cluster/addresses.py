@@ -86,7 +86,7 @@ class Shortfall:
 
     @property
     def carries_bps(self) -> float:
-        """Rate that all sockets of a connection reach together, in bits/s."""
+        """Rate that the sockets of one NCCL connection reach together over this link, in bits/s."""
         return self.streams * self.stream_bps
 
     @property

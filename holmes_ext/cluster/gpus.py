@@ -37,7 +37,7 @@ class Accelerator:
 
     @property
     def any_flops(self) -> float:
-        """The given FLOP/s of kernels, or else those of whole steps, which are fewer; 0 without any."""
+        """FLOP/s of kernels if known, otherwise the lower FLOP/s of whole steps; 0 if both are unknown."""
         return self.flops or self.hardware_flops or self.model_flops
 
 

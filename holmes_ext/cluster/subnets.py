@@ -18,7 +18,7 @@ _HOST_PREFIX_LENGTH = 32
 
 
 class Subnet(NamedTuple):
-    """Network segment whose ports certainly reach each other."""
+    """InfiniBand or IP subnet of fast NICs: all ports in the same subnet can reach each other."""
 
     kind: str  # of the NICs
     #: InfiniBand: subnet prefix. RoCE: IP subnet. NICs that only a network plugin of NCCL can use: IP

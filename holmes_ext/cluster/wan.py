@@ -81,7 +81,7 @@ class Between:
 
 
 class LinkCost(NamedTuple):
-    """Cost of a message between two clusters: latency_s + bits * seconds_per_bit."""
+    """Time of a message between two clusters: latency_s + bits * seconds_per_bit, in seconds."""
 
     seconds_per_bit: float  # on the slowest hop
     latency_s: float  # of all hops together

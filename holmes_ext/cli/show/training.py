@@ -57,7 +57,7 @@ class Training:
 
     @property
     def known_model(self) -> Model:
-        """The model, in code that runs only for jobs with a model; AssertionError without a model."""
+        """The model of the job; for callers that know that there is one (AssertionError if not)."""
         assert self.model is not None
         return self.model
 
@@ -163,7 +163,7 @@ def lines_before_error(lines: Iterable[str]) -> Iterator[None]:
 
 
 def show_lines(screen: Screen, lines: Iterable[str]) -> None:
-    """Print lines about the training command, those that need attention in colour."""
+    """Print lines about the training command; lines that need the user's attention are coloured."""
     for line in lines:
         if line.startswith(LEAVE_OUT):
             style = "bold"

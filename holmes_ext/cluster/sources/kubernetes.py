@@ -229,7 +229,7 @@ def _object_at(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _parse_count(value: object) -> int:
-    """Return a count that labels hold as text, 0 if the value is not a count."""
+    """Return the whole number in the text of a label or resource; 0 if the value is anything else."""
     return int(str(value)) if str(value).isdecimal() else 0
 
 

@@ -119,7 +119,7 @@ def _kind_by_layer(node_type: str, layer: str) -> str:
 
 
 def _kind_by_driver(driver: str) -> str:
-    """Return the kind of NIC that a kernel driver is for, "" if it is for several."""
+    """Return the kind of NIC that a kernel driver shows; "" if it drives several kinds, as mlx5 does."""
     for pattern, kind in _KINDS_BY_DRIVER.items():
         if fnmatchcase(driver, pattern):
             return kind

@@ -170,9 +170,8 @@ class Gate:
             or if its list equals the list in force (`credentials.revoked`).
 
         Raises:
-            HolmesError: The list cannot be read. The list in force stays valid, and the next calls return
-                None until the folder changes again.
-            OSError: The same.
+            HolmesError, OSError: The list cannot be read. The list in force stays valid, and the next
+                calls return None until the folder changes again.
         """
         folder = self._run.folder
         version = folder.changed_at()

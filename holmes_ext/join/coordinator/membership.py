@@ -371,7 +371,7 @@ def _short(table: Mapping[str, Any], key: str) -> str:
 
 
 def _too_few_jobs(member: Member, names: list[str]) -> str:
-    """Return the error message for a job that has waited for others in vain.
+    """Return the error message for a job that has waited too long for enough other jobs to join.
 
     Args:
         member: The job.

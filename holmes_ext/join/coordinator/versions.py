@@ -98,10 +98,11 @@ class Versions:
         }
 
     def order_to_take(self, member: Member, now: float) -> Reply | None:
-        """Return the same as behind_reply(), for a job that gets this reply now.
+        """Return behind_reply(): the weights to take, and a donor with which this has not failed before.
 
-        If the job still has the versions with which it got such a reply before, it could not take the
-        weights: the connection to the donor may be broken. Then another donor is named, if there is one.
+        The reply is recorded, because it is sent to the job now. If the job's versions are those with which
+        it got the last reply, it could not take weights from the donor of that reply: the connection may be
+        broken. Then another donor is named, if there is one.
 
         Args:
             member: The job.

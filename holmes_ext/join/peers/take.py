@@ -231,8 +231,8 @@ class DonorConnections:
     def to(self, rank: int) -> Channel:
         """Return a connection to a rank of the donor: the stored connection if it can still be used.
 
-        It can if it is open and has no unread bytes. Then the next received bytes are the answer to
-        the next request. Otherwise a new connection is opened.
+        A stored connection can be used if it is open and has no unread bytes, so that the next received
+        bytes are the answer to the next request. Otherwise a new connection is opened.
 
         Raises:
             OSError: The rank cannot be reached.

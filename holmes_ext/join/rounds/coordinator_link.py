@@ -94,7 +94,7 @@ class CoordinatorLink:
     def _ask_on_rank_0(self, op: str, document: Mapping[str, Any]) -> Verdict:
         """Send a request from rank 0; return the coordinator's verdict, or a result for an error.
 
-        If rank 0 raised errors here, the other ranks would wait in vain for its broadcast.
+        Rank 0 must not raise errors here, because the other ranks wait for its broadcast.
 
         Returns:
             The coordinator's reply. Without a usable reply: {"refused": reason} if the coordinator

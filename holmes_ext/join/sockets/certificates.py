@@ -83,8 +83,7 @@ def contexts_of(pair: KeyPair, authority: str) -> TlsContexts:
         authority: Certificate of the CA, as PEM text.
 
     Raises:
-        ValueError: The texts are no key and certificates, or do not belong together.
-        OSError: The same, found by OpenSSL.
+        ValueError, OSError: The texts are no key and certificates, or do not belong together.
     """
     with _memory_file((pair.certificate + pair.key).encode()) as file:
         return _contexts(file, authority)
