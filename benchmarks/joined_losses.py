@@ -251,7 +251,7 @@ class OuterLoop:
         return self.encoded_bytes // jobs * (jobs - 1)
 
     def after_step(self) -> None:
-        """Count a training step, and let the algorithm do what is due after it."""
+        """Count a training step; the algorithm then sends or applies pseudo-gradients if it is time."""
         self.in_period += 1
         self.algorithm.after_step(self)
 

@@ -367,7 +367,7 @@ class Experiment:
         return Run(self._size, inner, way, jobs_of_way, steps, self._init, lr, seed)
 
     def _result(self, run: Run) -> Result | None:
-        """Return the result of a run: an earlier one, or train now; None if no time is left."""
+        """Return the stored result of a run; train it if there is none; None if no time is left."""
         if run not in self._results:
             kept = self._runs.of(run.key, lambda: train(run, *self._texts))
             if kept is None:

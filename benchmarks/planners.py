@@ -65,7 +65,7 @@ CUT = 3
 
 
 class FoundPlans(NamedTuple):
-    """Plans of a planner for a case, each with its simulated step."""
+    """Result of a planner for one case: its plans, each with the simulated step time."""
 
     plans: list[tuple[Grid, judge.SimulatedPlan]]  # one, or all random plans
     search_s: float  # CPU seconds of the search

@@ -248,7 +248,7 @@ class Measured:
 
     @classmethod
     def load(cls, path: Path) -> Measured:
-        """Return the measurements in a store, or none if the file does not exist."""
+        """Return the measurements in a results file; without the file, an object without measurements."""
         return cls(**json.loads(path.read_text())) if path.exists() else cls()
 
     def knows(self, case: Case) -> bool:
@@ -256,7 +256,7 @@ class Measured:
         return case.name in self.steps and case.file in self.hosts
 
     def links(self, file: str) -> Links:
-        """Return the measured links of a cluster file, with the CPU time to send a byte."""
+        """Return the measured links of a cluster file's networks, and the CPU time to send a byte."""
         if file not in self.hosts:  # which are measured after the probe
             return Links()
         links = Links.of_spec(parse_spec(self.probes[file]))

@@ -301,7 +301,7 @@ def predicted_collective_rows(case: str, series: dict[str, Series]) -> list[Row]
 
 
 def _seconds(series: Series, words: str) -> float:
-    """Return the number before " s of " in the printed line that contains the words."""
+    """Return the number before " s of " in the line of a job's output that contains `words`."""
     line = next(line for line in series.lines if words in line)
     return float(line.partition(" s of ")[0].rpartition(", ")[2])
 

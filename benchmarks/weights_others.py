@@ -55,14 +55,24 @@ _BROADCAST = textwrap.dedent(
 
 
 class Copied(NamedTuple):
-    """Result of a copy to all hosts."""
+    """Time and traffic of a copy from the trainer to all hosts."""
 
     seconds: float  # until the last host had it
     bytes: int  # that the trainer's host has sent
 
 
 def rsync(lab: Lab, network: Network, source: Path, folder: Path, program: Path) -> Copied:
-    """Copy with rsync over ssh: each site's first host pulls, then its other hosts pull from it."""
+    """Copy a folder to all hosts with rsync over ssh, and return the time and the traffic.
+
+    The first host of each site copies from the trainer. Then the other hosts of the site copy from it.
+
+    Args:
+        lab: The emulated network, with TCP tuned for long links.
+        network: The sites and their hosts.
+        source: Folder to copy.
+        folder: New folder for the copies of all hosts, and for the configuration of ssh.
+        program: Path of rsync.
+    """
     folder.mkdir()
     hosts = [TRAINER, *(host for site in network.site_hosts for host in site)]
     ssh.configure(folder, {host: {} for host in hosts})
@@ -96,7 +106,17 @@ def rsync(lab: Lab, network: Network, source: Path, folder: Path, program: Path)
 
 
 def s3(lab: Lab, network: Network, source: Path, folder: Path, python: Path) -> Copied:
-    """Download from an S3 server on the trainer's host to each host. The upload before is not counted."""
+    """Copy a file to all hosts by an S3 server on the trainer's host, and return the time and the traffic.
+
+    Each host downloads the file from the server. The upload to the server is not measured.
+
+    Args:
+        lab: The emulated network.
+        network: The sites and their hosts.
+        source: Folder with the file.
+        folder: New folder for the copies of all hosts.
+        python: Python interpreter of an environment with moto[server] and boto3.
+    """
     folder.mkdir()
     programs = Programs(lab)
     lines: list[str] = []
@@ -122,7 +142,7 @@ def s3(lab: Lab, network: Network, source: Path, folder: Path, python: Path) -> 
 
 
 def broadcast(lab: Lab, network: Network, size: int) -> Copied:
-    """Broadcast bytes with gloo."""
+    """Broadcast `size` bytes from the trainer to all hosts with gloo; return the time and the traffic."""
     hosts = [TRAINER, *(host for site in network.site_hosts for host in site)]
     before = sent_bytes(lab)
     result = lab.run([sys.executable, "-c", _BROADCAST, str(size)], order=hosts, timeout=300)
@@ -140,7 +160,12 @@ def broadcast(lab: Lab, network: Network, size: int) -> Copied:
 def _run_all(
     programs: Programs, command_of: dict[str, Sequence[str]], **variables: str
 ) -> list[str]:
-    """Run a command on each of some nodes at the same time; return the lines of all outputs.
+    """Run commands on several nodes at the same time, and return the lines that all of them print.
+
+    Args:
+        programs: Starts the commands.
+        command_of: Name of a node -> its command.
+        variables: Additional environment variables of the commands.
 
     Raises:
         RuntimeError: A command failed.

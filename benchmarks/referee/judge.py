@@ -45,7 +45,7 @@ class SimulatedPlan:
 
 
 class SimulatedCandidate(NamedTuple):
-    """Planning problem of a case, and a plan for it with its simulated step."""
+    """Planning problem of a case, with one plan for it that has a simulated step time."""
 
     problem: SearchResult
     candidate: Candidate
@@ -154,7 +154,7 @@ def simulate_plan(case: Case, grid: Grid) -> SimulatedPlan:
 
 
 def grid_of(note: Mapping[str, Any]) -> Grid:
-    """Return the plan of an entry in the file of plans."""
+    """Return the plan that an entry of the file of plans (a JSON object) describes."""
     pipeline, tensor, data = note["sizes"]
     sizes = Sizes(pipeline, tensor, data=data)
     return Grid(
@@ -166,7 +166,7 @@ def grid_of(note: Mapping[str, Any]) -> Grid:
 
 
 class HolmesPlan(NamedTuple):
-    """Plan of `holmes plan`."""
+    """Result of `holmes plan` for a case: the plan, the time of the search, and the proven gap."""
 
     grid: Grid
     search_s: float  # CPU seconds of the search

@@ -82,7 +82,7 @@ class Table:
         ]
 
     def late(self, cases: Iterable[str], planner: str, limit: float) -> int:
-        """Return on how many cases a planner found nothing in `limit` CPU seconds."""
+        """Return for how many of the cases a planner has found no plan in `limit` CPU seconds."""
         notes = [self.notes.get(case, {}).get(planner, {}) for case in cases]
         return sum(note.get(NONE, "").startswith(LATE) and note["limit"] >= limit for note in notes)
 

@@ -212,7 +212,7 @@ class WaitForGraph:
             yield Wait(kernel.work_id, peer_kernel.work_id, reason)
 
     def _is_transfer_in_progress(self, kernel: StreamWork, peer_kernel: StreamWork) -> bool:
-        """Return whether a send meets its receive, or all ranks run the kernel's collective."""
+        """Return whether all ranks that an NCCL kernel exchanges data with run the same operation now."""
         if peer_kernel.started and {kernel.direction, peer_kernel.direction} == {"send", "recv"}:
             return peer_kernel.peer == kernel.member
         return all(self._runs_operation(rank, kernel) for rank in self.members[kernel.communicator])

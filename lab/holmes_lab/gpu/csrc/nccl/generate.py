@@ -86,9 +86,7 @@ def functions(table: str) -> list[str]:
     for number, name in re.findall(r"\*/ (\d+), // (.+)", rows):
         initializer_of.setdefault(int(number), function(name.split()))
     never_launched = function(["SendRecv"])
-    return [
-        initializer_of.get(number, never_launched) for number in range(max(initializer_of) + 1)
-    ]
+    return [initializer_of.get(number, never_launched) for number in range(max(initializer_of) + 1)]
 
 
 def run_nccl_generator(folder: Path, out: Path) -> None:
