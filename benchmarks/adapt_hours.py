@@ -122,9 +122,8 @@ class PipelineHour:
 
     def __init__(self, draw: random.Random):
         """Draw the speed of the layers and the number of micro-batches."""
-        self.layer_s = draw.choice(
-            (0.02, 0.033, 0.05)
-        )  # forward pass of a layer on the first stage
+        # Seconds of the forward pass of a layer on the first stage.
+        self.layer_s = draw.choice((0.02, 0.033, 0.05))
         self.micro_batches = draw.choice((8, 12))
         self.half_mbps = half_mbps(self.layer_s)  # an activation takes half of a stage's time
         self.fixed = list(FIXED)

@@ -134,9 +134,8 @@ def create_environment(row: Row, pip_arguments: list[str], slim: bool) -> Path:
     if row.torch:  # e.g. "torch==2.4.1"
         _create_with_own_torch(row, python, pip_arguments, slim)
     else:
-        _create_with_packages_only(
-            row, python
-        )  # torch is imported from the environment that runs this
+        # torch is imported from the environment that runs this program.
+        _create_with_packages_only(row, python)
     complete.touch()
     return python
 
@@ -165,9 +164,8 @@ def _create_with_own_torch(row: Row, python: Path, pip_arguments: list[str], sli
         into_folder = ["--no-deps", "--target", str(torchtitan_folder(row))]
         subprocess.run([*install, *into_folder, *row.torchtitan], check=True)
     extend_import_path(row, folder)
-    subprocess.run(
-        [python, "-c", "import torch"], check=True
-    )  # fails if torch was not installed well
+    # Fails if torch was not installed well.
+    subprocess.run([python, "-c", "import torch"], check=True)
 
 
 def _create_with_packages_only(row: Row, python: Path) -> None:
@@ -182,9 +180,8 @@ def _create_with_packages_only(row: Row, python: Path) -> None:
     """
     folder = environment_folder(row)
     subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
-    extend_import_path(
-        row, folder
-    )  # before pip runs: it needs the setuptools of the calling environment
+    # This comes before pip, which needs the setuptools of the calling environment.
+    extend_import_path(row, folder)
     if row.packages:
         install = [
             sys.executable,

@@ -146,9 +146,8 @@ class Configuration:
     title: str  # its name in the results
     plans: dict[str, PartitionPlan]  # by method of partitioning
     variants: dict[tuple[int, ...], Variant]  # layers of each stage -> the run
-    again: (
-        Variant | None
-    )  # a second run of the first variant, to measure the noise; None: no such run
+    #: A second run of the first variant, to measure the noise; None: no such run.
+    again: Variant | None
     model: Model
 
 
@@ -664,9 +663,8 @@ def main() -> int:
     args = arguments.parse_args()
     title = "Partitions: measured and predicted (step times on the emulated accelerator)"
     if args.predict:
-        return finish(
-            predicted_anew(args.json), args.json, title
-        )  # on the machine that measured them
+        # To be called on the machine that measured the steps.
+        return finish(predicted_anew(args.json), args.json, title)
     wanted = [text for text in args.cells.split(";") if text]
     rows: list[Row] = []
     for case in CASES:

@@ -306,12 +306,11 @@ def contributed(point: str, name: str) -> Any:
 
 def features() -> tuple[str, ...]:
     """Return the names of all features whose patches are in extensions; no extension is imported."""
-    return tuple(
-        feature
-        for extension in found().extensions
-        for names in extension.patches.values()
-        for feature in names
-    )
+    names: list[str] = []
+    for extension in found().extensions:
+        for features_of_module in extension.patches.values():
+            names += features_of_module
+    return tuple(names)
 
 
 def patch_modules(options: Options | None = None) -> list[str]:

@@ -136,9 +136,7 @@ def losses_figure(lives: Sequence[Incarnation], width: float = WIDE) -> Any:
         if life.killed:  # a line over the whole height with a name: no other line hides it
             axis.axvline(life.end, color=INK, lw=1.5, ls=":", zorder=4)
             axis.plot(life.ends[-1:], life.losses[-1:], "x", color=INK, ms=10, mew=2.5, zorder=5)
-            is_right = (
-                life.end > middle
-            )  # then the name is to the left of the line: so it stays inside
+            is_right = life.end > middle  # the name is then left of the line, to stay inside
             axis.annotate(
                 f"{life.job} is killed",
                 (life.end, 1),

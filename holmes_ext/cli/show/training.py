@@ -46,9 +46,8 @@ class Training:
 
     model: Model | None  # None if nothing names the model
     sizes: Sizes | None  # the user's layout, not completed; None if nothing names sizes
-    command_line: CommandLine = (
-        CommandLine()
-    )  # settings in the training command; empty without a command
+    #: Settings in the training command; empty without a command.
+    command_line: CommandLine = CommandLine()
     lines: tuple[str, ...] = ()  # assumptions and arguments that were not read, for the user
     options: Options = Options()  # holmes's flags in the command, and HOLMES_DISABLE
     engine: EngineTraits = EngineTraits()  # capabilities of the framework

@@ -450,9 +450,8 @@ def _fetch(
                 patience_s=connections.patience_s,
             )
             versions.add(version)
-            if (
-                version < request.least_version
-            ):  # too old, although the donor has waited: read no more
+            is_too_old = version < request.least_version  # although the donor has waited
+            if is_too_old:
                 return versions
     return versions
 

@@ -105,9 +105,8 @@ def common_environment(
         common[accelerator.VARIABLE] = accelerator.dump(configuration)
     emulated = accelerator.VARIABLE in common
     if emulated:
-        accelerator.add_to_environment(
-            common
-        )  # lets each Python install the accelerator when it starts
+        # Each Python of the job then installs the accelerator when it starts.
+        accelerator.add_to_environment(common)
     return common, emulated
 
 
