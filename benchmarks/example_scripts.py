@@ -132,19 +132,23 @@ def _with_kept_config(argv: list[str], folders: tuple[Path, ...], configs: Path)
         configs: Folder for the copy.
     """
     flag = "--deepspeed_config"
-    words = [
-        part
-        for word in argv
-        for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])
-    ]
-    if flag in words[:-1]:  # with a value behind it
-        at = words.index(flag) + 1
-        candidates = [folder / words[at] for folder in folders]
-        if source := next((path for path in candidates if path.is_file()), None):
-            # The number makes the name unique.
-            kept = configs / f"{len(list(configs.iterdir()))}_{source.name}"
+    words: list[str] = []
+    for word in argv:
+        if word.startswith(f"{flag}="):
+            words += word.split("=", 1)
+        else:
+            words.append(word)
+    if flag not in words[:-1]:  # without a word after it, the flag has no value
+        return words
+    position_of_file = words.index(flag) + 1
+    for folder in folders:
+        source = folder / words[position_of_file]
+        if source.is_file():
+            number = len(list(configs.iterdir()))  # makes the name unique
+            kept = configs / f"{number}_{source.name}"
             kept.write_bytes(source.read_bytes())
-            words[at] = str(kept)
+            words[position_of_file] = str(kept)
+            break
     return words
 
 

@@ -439,8 +439,12 @@ def cells(jobs_list: list[int], seeds: Iterable[int]) -> list[tuple[int, int]]:
 
         (2, 0) (4, 0) (2, 1) (4, 1)    (8, 0) (8, 1)
     """
-    first, later = jobs_list[:2], jobs_list[2:]
-    return [(jobs, seed) for part in (first, later) for seed in seeds for jobs in part]
+    seeds = list(seeds)
+    order: list[tuple[int, int]] = []
+    for numbers_of_jobs in (jobs_list[:2], jobs_list[2:]):
+        for seed in seeds:
+            order += [(jobs, seed) for jobs in numbers_of_jobs]
+    return order
 
 
 def main() -> int:

@@ -516,21 +516,25 @@ def main() -> int:
         "lab": lambda row, python, _: lab(row, python, args.repetitions, args.lab),
     }
     parts = [part for part in args.parts.split(",") if part] or PARTS
-    if unknown := [part for part in parts if part not in makers]:
-        tell(f"matrix.py: no part {unknown[0]!r}; there are {', '.join(makers)}")
-        return 2
+    for part in parts:
+        if part not in makers:
+            tell(f"matrix.py: no part {part!r}; there are {', '.join(makers)}")
+            return 2
     before = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     about: dict[str, Any] = before.get("made", {})
-    figures, again = kept_rows(args.json), bool(args.cases or args.parts)
+    figures = kept_rows(args.json)
+    must_repeat = bool(args.cases or args.parts)  # also parts that have a result
     for name in chosen_cases(args.cases, ROWS):
-        row, record = ROWS[name], about.setdefault(name, {"parts": {}, "off": {}})
-        open_parts = [
-            part
-            for part in parts
-            if (again or part not in record["parts"]) and (part == "check" or getattr(row, part))
-        ]
-        if not open_parts or (lack := missing(row)):
-            tell(f"{name}: {'made' if not open_parts else f'left out: {lack}'}")
+        row = ROWS[name]
+        record = about.setdefault(name, {"parts": {}, "off": {}})
+        parts_of_row = [part for part in parts if part == "check" or getattr(row, part)]
+        open_parts = [part for part in parts_of_row if must_repeat or part not in record["parts"]]
+        if not open_parts:
+            tell(f"{name}: made")
+            continue
+        lack = missing(row)
+        if lack:
+            tell(f"{name}: left out: {lack}")
             continue
         existed = (environment_folder(row) / "made").exists()
         python = create_environment(row, shlex.split(args.pip), args.slim)

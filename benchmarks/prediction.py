@@ -527,26 +527,22 @@ def lab_rows(cases: list[Case], measured: Measured) -> list[Row]:
     Rows with the median and the worst error over all cases follow, if at least 24 cases are chosen:
     the targets are for the whole set, not for a few cases.
     """
-    rows, errors = [], []
-    known = {engine: calibrate(engine, measured) for engine in {case.engine for case in cases}}
-    for engine, (of_block, of_parameter, of_step) in sorted(known.items()):
-        for name, value, unit in (
-            ("block's forward or backward", of_block, "s"),
-            ("parameter", of_parameter, "s"),
-            ("step", of_step, "s"),
+    rows = []
+    errors = []
+    overheads_of = {}  # engine -> CPU seconds of its code
+    for engine in sorted({case.engine for case in cases}):
+        of_block, of_parameter, of_step = overheads_of[engine] = calibrate(engine, measured)
+        for name, value in (
+            ("block's forward or backward", of_block),
+            ("parameter", of_parameter),
+            ("step", of_step),
         ):
-            rows.append(
-                Row.median(
-                    "calibration",
-                    f"{engine}: CPU time of a {name}",
-                    [value],
-                    unit=unit,
-                    emulated=True,
-                )
-            )
+            metric = f"{engine}: CPU time of a {name}"
+            rows.append(Row.median("calibration", metric, [value], unit="s", emulated=True))
     for case in cases:
-        links, steps = measured.links(case.file), measured.steps[case.name]
-        median, predicted = statistics.median(steps), predict(case, links, known[case.engine])
+        steps = measured.steps[case.name]
+        median = statistics.median(steps)
+        predicted = predict(case, measured.links(case.file), overheads_of[case.engine])
         rows += step_rows(case.name, median, (min(steps), max(steps)), predicted)
         error = predicted / median - 1
         errors.append(abs(error))

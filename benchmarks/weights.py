@@ -169,10 +169,15 @@ def rows_of(
     meter = "busy_in_all" if network.rate_bps > _MANY_PACKETS_BPS else "busy"
     busy = max(max(run[meter]) for run in holmes)
     # TCP's windows of the first version are still small.
-    first_s = [run["seconds"][full[0]] for run in holmes]
-    seconds = [run["seconds"][number] for run in holmes for number in full[1:]]
-    wan_bytes = [run["wan_bytes"][number] / network.sites for run in holmes for number in full]
-    delta_s = [run["seconds"][number] for run in holmes for number in deltas]
+    first_s: list[float] = []  # of the first checkpoint
+    seconds: list[float] = []  # of all later checkpoints
+    delta_s: list[float] = []
+    bytes_to_site: list[float] = []  # of each checkpoint, that the trainer sent to a site
+    for run in holmes:
+        first_s.append(run["seconds"][full[0]])
+        seconds += [run["seconds"][number] for number in full[1:]]
+        delta_s += [run["seconds"][number] for number in deltas]
+        bytes_to_site += [run["wan_bytes"][number] / network.sites for number in full]
     bound_s = network.bound_s(size)
 
     def row(
@@ -191,7 +196,7 @@ def rows_of(
         row("copies sent to a site", [run["copies"] for run in holmes], "x", "<= 1", is_time=False),
         row(
             "uplink's bytes / copies, holmes",
-            [each / size for each in wan_bytes],
+            [each / size for each in bytes_to_site],
             "x",
             is_time=False,
         ),
