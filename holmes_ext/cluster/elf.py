@@ -132,7 +132,7 @@ class Library:
         return int(value)
 
     def _offset_of(self, address: int) -> int:
-        """Return the offset in the file of an address.
+        """Return the position in the file of the byte that the loader puts at an address.
 
         Raises:
             ValueError: no segment of the file has the address.

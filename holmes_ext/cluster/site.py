@@ -199,9 +199,8 @@ class Site:
     def ranks_of_every_node(self) -> int:
         """Number of processes on each node if all have equally many, else 1.
 
-        Error messages about parallel sizes (Sizes.complete) use it to propose a number of nodes that would
-        fit. If the nodes have different numbers of processes, they propose a number of processes instead:
-        that is the effect of 1.
+        For error messages that parallel sizes do not fit (Sizes.complete): they propose a number of nodes
+        with so many ranks each. With 1, the proposal is a number of ranks.
         """
         return self.processes if self.has_equal_nodes else 1
 
@@ -313,7 +312,7 @@ class Site:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Site:
-        """Return the site whose `to_dict()` is given, from the job's store or a file.
+        """Return the site that `to_dict()` has converted to a dict, as read from the job's store or a file.
 
         Raises:
             HolmesError: a key is missing, unknown, or has a value that is not allowed.

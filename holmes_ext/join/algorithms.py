@@ -123,8 +123,8 @@ class DiLoCo:
     def gap_of(self, momentum_square: float, gradient_square: float) -> float:
         """Return the number by which an aggregate is divided because it is stale; 1.0: it counts in full.
 
-        The divisor is called "gap", as in CO2: it grows with the anchor's move since the aggregate's
-        pseudo-gradients were sent.
+        The divisor is called "gap", as in CO2. It grows with the distance by which outer steps have moved
+        the weights since the aggregate's pseudo-gradients were sent.
 
         Args:
             momentum_square: Squared length of the fragment's momentum, over all ranks.
@@ -144,7 +144,7 @@ class DiLoCo:
         """Take an outer optimizer step: update anchor weights and outer momentum in place.
 
         Args:
-            anchor: Flat float32 tensor.
+            anchor: Weights after the last outer step: a flat float32 tensor.
             momentum: Tensor of the same length, float32 or bfloat16 (rounded after the step); None:
                 no momentum.
             gradient: Aggregate of the jobs' pseudo-gradients, of the same length; overwritten.
@@ -250,9 +250,10 @@ class Co2(DiLoCo):
 
             gap = 1 + (distance that the anchor has moved since sending) / (length of the aggregate)
 
-        In that time the anchor has taken one outer step, -lr times the momentum. So the distance is
-        lr times the momentum's length, and no copy of the older anchor is needed. The form (1 if
-        nothing has moved) is that of Gap-Aware (Barkai et al., arXiv 1909.10802, section 4).
+        The anchor is the weights after the last outer step. Since sending, it has taken one outer step,
+        -lr times the momentum. So the distance is lr times the momentum's length, and no copy of the
+        older anchor is needed. The form (1 if nothing has moved) is that of Gap-Aware (Barkai et al.,
+        arXiv 1909.10802, section 4).
 
         Args:
             momentum_square: Squared length of the fragment's momentum, over all ranks.

@@ -89,7 +89,7 @@ def prepare(
 
 
 def weights_of(shards: Any) -> Weights:
-    """Convert the weights of this rank from the form that a framework's patch returns.
+    """Return the weights that a framework's patch has described, as a Weights object.
 
     Args:
         shards: The weights, a training.WeightShards.

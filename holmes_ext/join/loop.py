@@ -190,7 +190,7 @@ class OuterLoop:
 
     @torch.no_grad()
     def finish_round(self, fragment: int) -> None:
-        """Wait for the end of a fragment's round, and apply the result to anchor and local weights.
+        """Wait for a round to end; update a fragment's local weights and anchor (the outer weights).
 
         If nothing was submitted yet (first period of CO2), the local weights are only reset to the
         anchor. The pseudo-gradient just captured contains this change, so no progress is lost.
@@ -228,7 +228,7 @@ class OuterLoop:
         self._on_round(Record(in_flight.number, fragment, in_flight.step, exposed_s, result))
 
     def _apply_result(self, fragment: int, sent: _Capture, result: RoundResult) -> None:
-        """Update anchor and local weights of a fragment after its round, by the round's verdict.
+        """Update a fragment's local weights and anchor (weights after the last outer step) after a round.
 
             taken     (weights came from another job) local weights <- the new anchor
             commit    take the outer step; then combine local weights and new anchor by the setting
@@ -293,8 +293,8 @@ class OuterLoop:
     def _mix_with_anchor(self, index: int, captured: list[Part] | None) -> None:
         """Set the local weights of fragment `index` after an outer step by the setting `mix`; collective.
 
-        mix=keep: anchor plus inner steps since the capture. mix=A, a number: A * local weights +
-        (1 - A) * anchor.
+        mix=keep: anchor (weights after the outer step) plus inner steps since the capture. mix=A, a
+        number: A * local weights + (1 - A) * anchor.
 
         Args:
             captured: With mix=keep, the local weights at the capture; None: keep no inner steps.
@@ -311,10 +311,10 @@ class OuterLoop:
     def _overwrite_local(
         self, index: int, new_values: Callable[[Part, torch.Tensor], torch.Tensor]
     ) -> None:
-        """Overwrite the local weights of fragment `index` with values from their anchor; collective.
+        """Overwrite the local weights of fragment `index` by values computed from the anchor; collective.
 
-        Ranks that hold the same weights divide the anchor: each rank stores a part of it. So the parts
-        are first gathered from all these ranks.
+        The anchor is the weights after the last outer step. Ranks with the same weights each store a part
+        of it, so the parts are gathered first.
 
         Args:
             new_values: Called with consecutive local weights and their anchor; returns their new values.

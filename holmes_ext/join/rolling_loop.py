@@ -133,7 +133,7 @@ class RollingLoop(OuterLoop):
 
     @torch.no_grad()
     def _apply(self, contribution: InFlight | None, result: RoundResult) -> None:
-        """Apply the result of a round to anchors and local weights, by its verdict; collective.
+        """Apply the result of a round to anchors (the outer weights) and local weights; collective.
 
             commit    take the outer step, and move the local weights with the anchor
             taken     (weights came from another job) replace anchors, and set the local weights to
@@ -196,9 +196,9 @@ class RollingLoop(OuterLoop):
         self._on_weights_written()  # the framework updates its copies of the weights
 
     def _discard_local_progress(self, index: int) -> None:
-        """Set the local weights of a fragment to its anchor, and forget its submitted pseudo-gradient.
+        """Set the local weights of a fragment to its anchor: the weights after its last outer step.
 
-        The fragment can then be captured again.
+        The submitted pseudo-gradient of the fragment is forgotten, so a new one can be computed.
         """
         self._submitted.pop(index, None)
         self._set_to_anchor(index)

@@ -177,7 +177,8 @@ def read_nodes(path: str) -> list[FoundNode]:
 def _is_node(item: object, document: Mapping[str, Any]) -> bool:
     """Return whether an item of a document is a Kubernetes node.
 
-    kubectl writes the kind into each item of a "List". The API server's own "NodeList" does not.
+    Each item of kubectl's "List" has a kind. The items of the API server's "NodeList" have none: all of
+    them are nodes.
     """
     if not isinstance(item, dict):
         return False

@@ -328,9 +328,9 @@ class LockStepRounds:
     def _salted_claim(self, round_state: RoundState, member: Member) -> Claim:
         """Return the version of the round's fragment that a member claims to have, with a salted checksum.
 
-        The salt is published shortly before the round, so the checksum proves that the job has the weights.
-        A checksum with the salt of another round is dropped (""), because the job could have copied it from
-        another job.
+        The salt is a random text that is published shortly before the round. So the checksum proves that
+        the job has the weights. A checksum with the salt of another round is dropped (""), because the job
+        could have copied it from another job.
         """
         report = round_state.ready_reports[member.name]
         claim = member.claims[round_state.fragment]

@@ -251,11 +251,11 @@ class RollingRounds:
         return now - request_time < _ACTIVE_S
 
     def _heard_recently(self, now: float) -> list[Member]:
-        """Return the jobs that were heard recently; a quorum is half of them, or more (least_jobs).
+        """Return the jobs from which the quorum of the next round is computed (half of them, or more).
 
         These are the jobs with a recent request, those that joined recently, and the members of the last
-        round if it ended recently. The members send no requests for a next round during a round. If they
-        were missing here, the first job to ask after the round would be the only job, and so a quorum.
+        round if it ended recently: members send no requests during a round. Without them, the first job
+        that sends a request after the round would be a quorum by itself.
         """
         last_round = self._state.rounds.get(self._state.number)
         jobs = []

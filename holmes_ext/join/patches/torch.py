@@ -145,7 +145,7 @@ def weights_of(optimizer: Any) -> training.WeightShards:
 def _parameters(optimizer: Any) -> list[tuple[str, Any]]:
     """Return (name, parameter) of all parameters of an optimizer that require a gradient.
 
-    The program may have given names to the optimizer; otherwise they are like "group 0 parameter 3".
+    The names are those that the program has given to the optimizer, or else like "group 0 parameter 3".
     """
     parameters = []
     for group_number, group in enumerate(optimizer.param_groups):

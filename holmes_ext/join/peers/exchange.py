@@ -128,8 +128,8 @@ class Attempt:
         Args:
             fragment: The fragment.
             values: The job's decoded pseudo-gradient: this rank's elements.
-            salt: Text that the coordinator publishes after the exchange, so that no job can copy a
-                digest.
+            salt: Random text that the coordinator publishes after the exchange. So no job can report a
+                digest that it has copied from another job.
         """
         parts = (
             checksum(values[fragment.places(piece.start, piece.stop)], piece.start, salt)

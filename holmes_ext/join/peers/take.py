@@ -201,10 +201,10 @@ class Donor:
 
 
 class DonorConnections:
-    """Connections of this rank to ranks of the donor, each opened at its first use.
+    """Connections of this rank to ranks of the job (donor) from which it copies weights.
 
-    They are kept for the next fragments: over a WAN, to open one takes as long as to read a small
-    fragment.
+    Each is opened at its first use, and kept: over a WAN, to open one takes as long as to read a small
+    fragment (part of the model).
 
     Args:
         donor: The job from which fragments are copied.
@@ -263,7 +263,7 @@ class FragmentRequest(NamedTuple):
 
 
 class ReadFragment(NamedTuple):
-    """This rank's elements of a fragment, read from the donor, or the reason why that failed."""
+    """This rank's elements of a fragment, copied from another job, or the reason why that failed."""
 
     tensors: dict[str, torch.Tensor]
     versions: set[int] = set()  # several if the donor took an outer step in between
@@ -271,10 +271,10 @@ class ReadFragment(NamedTuple):
 
 
 class FragmentReader:
-    """Thread of a rank that reads fragments from the donor's ranks, one after another.
+    """Thread that copies parts of the model (fragments) from the ranks of another job, the donor.
 
-    It has connections of its own. With two readers, the donor always has a request to answer: over a WAN,
-    a single one would wait a round trip for each fragment.
+    The thread has connections of its own. A rank has two such threads, so that the donor always has a
+    request to answer: a single one would wait for a round trip over the WAN after each fragment.
 
     Args:
         donor: The job from which fragments are copied.
@@ -289,11 +289,11 @@ class FragmentReader:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holmes-take")
 
     def read(self, request: FragmentRequest) -> Future[ReadFragment]:
-        """Queue a fragment to be read; the future gets this rank's elements of it, read from the donor."""
+        """Queue a request to copy a fragment from the donor; the future gets this rank's elements."""
         return self._thread.submit(self._read, request)
 
     def close(self) -> None:
-        """End the thread, also if it waits for the donor, and close its connections."""
+        """End the thread, even if it waits for data, and close its connections."""
         self._connections.cut()
         self._thread.submit(self._connections.close)
         self._thread.shutdown(wait=False)
@@ -321,7 +321,7 @@ def take_fragments(
     store: Store,
     tensors: Sequence[str] = (ANCHOR, MOMENTUM),
 ) -> str:
-    """Take fragments from a donor on all ranks of this job; collective.
+    """Copy parts of the model (fragments) from another job, the donor, on all ranks; collective.
 
     Each rank reads its elements of the weights after the last outer step (anchor) and of the outer momentum.
     All ranks must get the same version: if the donor takes an outer step in between, they read again.
@@ -367,7 +367,7 @@ def _take_fragment(
     job_ranks: JobRanks,
     store: Store,
 ) -> str:
-    """Compare what all ranks of this job have read of a fragment, and store it; collective.
+    """Store a fragment, after checking that all ranks have read the same version of it; collective.
 
     Args:
         request: The fragment, and the least version that it must have.

@@ -485,7 +485,7 @@ class RoundRunner:
         )
 
     def take_weights(self, verdict: Verdict) -> RoundResult:
-        """Take fragments from another job, because this job's weights are outdated; collective.
+        """Take newer parts of the model (fragments) from another job; collective.
 
         Args:
             verdict: The verdict "behind". It names the other job, the fragments, and their versions.

@@ -64,7 +64,8 @@ class WaitForGraph:
         """Build the graph.
 
         Args:
-            states: States of the ranks that answered. A rank that did not answer may do anything.
+            states: States of the ranks that answered. No edges begin at other ranks: they count as able to
+                proceed.
             members: For each communicator, the job's rank of each member, or None if it is unknown.
         """
         self.states = {state.rank: state for state in states}
