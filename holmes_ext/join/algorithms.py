@@ -56,16 +56,20 @@ class Schedule(Protocol):
     period: int  # length of a period: every / fragments inner steps
 
     def capture(self) -> int:
-        """Compute the next fragment's pseudo-gradient, keep it for submit(), and return its index."""
+        """Compute and keep a pseudo-gradient: that of the next part (fragment) of the model.
+
+        Returns:
+            Index of the fragment.
+        """
 
     def submit(self, fragment: int) -> None:
-        """Begin to exchange the pseudo-gradient of a fragment that capture() has computed."""
+        """Begin to exchange the pseudo-gradient that capture() has computed for part `fragment`."""
 
     def finish_round(self, fragment: int) -> None:
-        """Wait until a fragment's exchange has ended, and apply the aggregated pseudo-gradient."""
+        """Wait for the end of the exchange of part `fragment`, and apply the aggregated result."""
 
     def submitted(self) -> list[int]:
-        """Return the fragments whose exchange finish_round() has not finished, the oldest first."""
+        """Return the parts of the model whose exchange is not finished yet, the oldest first."""
 
     def new_period(self) -> None:
         """Begin the next period: set the counter of inner steps since the last exchange to 0."""
@@ -210,7 +214,7 @@ class DiLoCo:
     def after_step(self, loop: Schedule) -> None:
         """After an inner step, send a pseudo-gradient or apply an aggregate if it is time.
 
-        The fragments take turns: each period of `loop.period` inner steps exchanges the next fragment.
+        The fragments (parts of the model) take turns: each period of `loop.period` inner steps exchanges one.
         The fragment's pseudo-gradient is sent `delay` inner steps before the end of the period. The
         aggregate is applied at the end.
 
@@ -233,7 +237,7 @@ class Average(DiLoCo):
 
 
 class Co2(DiLoCo):
-    """CO2: a fragment's aggregate is applied one round later, when the fragment is sent again.
+    """CO2: the aggregate for a part of the model is applied one round later, when the part is sent again.
 
     The next pseudo-gradient already contains the inner steps taken since the last pseudo-gradient was
     sent. So these inner steps are not kept in the local weights: the local weights are set to the new
@@ -280,7 +284,7 @@ class Co2(DiLoCo):
         return momentum
 
     def after_step(self, loop: Schedule) -> None:
-        """At the end of a period, apply a fragment's last aggregate and send its next pseudo-gradient."""
+        """At the end of a period, apply a fragment's last aggregate, and send its new pseudo-gradient."""
         if loop.in_period >= loop.period:
             fragment = loop.capture()
             loop.finish_round(fragment)  # of the pseudo-gradient that was submitted the last time

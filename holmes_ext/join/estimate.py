@@ -157,7 +157,7 @@ def round_seconds(site: Site, parameters: float, fragments: int, compress: str =
     Args:
         site: The clusters, and the links between them.
         parameters: Parameters of the model.
-        fragments: Fragments of the model.
+        fragments: Number of fragments (parts of the model that are exchanged one by one).
         compress: Codec of the pseudo-gradients.
     """
     bits = _bits(parameters, fragments, compress)  # from a job to another job, in a round
@@ -302,7 +302,7 @@ class RoundForecasts:
         steps from an exchange of a fragment to its next exchange) is the least that the delay allows.
 
         Args:
-            fragments: Number of fragments of the setting.
+            fragments: Number of fragments (parts of the model) of the setting.
         """
         # The delay must last at least as long as a round without other traffic.
         alone_s = round_seconds(self.site, self.parameters, fragments, self.compress)

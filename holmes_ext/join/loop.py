@@ -45,7 +45,7 @@ _SHORTEST_STEP_S = 1e-6
 
 @dataclass(frozen=True)
 class Record:
-    """Record of a finished round (exchange of a fragment), for telemetry and `holmes report`."""
+    """Record of a round (exchange of a part of the model) that has ended, for telemetry and reports."""
 
     number: int
     fragment: int
@@ -56,7 +56,7 @@ class Record:
 
 @dataclass
 class _Capture:
-    """Pseudo-gradient of a fragment, and the local weights from which it was computed."""
+    """Pseudo-gradient of a part of the model, and the local weights from which it was computed."""
 
     in_flight: InFlight
     #: Host copy of the local weights at the capture, to compute the later inner steps that are kept (later
@@ -125,7 +125,7 @@ class OuterLoop:
         self.algorithm.after_step(self)
 
     def capture(self) -> int:
-        """Capture the next fragment's pseudo-gradient: its anchor minus its local weights.
+        """Compute the pseudo-gradient of the next part (fragment) of the model: anchor minus local weights.
 
         The anchor is the fragment's weights after its last outer step, equal in all jobs.
 
@@ -141,7 +141,7 @@ class OuterLoop:
         """Compute a fragment's pseudo-gradient, anchor minus local weights; submit() sends it.
 
         Args:
-            index: Index of the fragment.
+            index: Index of the fragment, a part of the model.
             number: Number of the round in which it will be exchanged.
 
         Raises:
@@ -179,13 +179,13 @@ class OuterLoop:
         self._captured[index] = _Capture(in_flight, weights_at_capture)
 
     def submit(self, fragment: int) -> None:
-        """Pass the captured pseudo-gradient of a fragment to the thread that runs the outer rounds."""
+        """Pass the captured pseudo-gradient of part `fragment` of the model to the rounds thread."""
         sent = self._captured.pop(fragment)
         self._submitted[fragment] = sent
         self.rounds.submit(sent.in_flight)
 
     def submitted(self) -> list[int]:
-        """Return the fragments with a submitted pseudo-gradient that is not applied yet, oldest first."""
+        """Return the parts of the model with a submitted, not yet applied pseudo-gradient, oldest first."""
         return list(self._submitted)
 
     @torch.no_grad()
@@ -196,7 +196,7 @@ class OuterLoop:
         anchor. The pseudo-gradient just captured contains this change, so no progress is lost.
 
         Args:
-            fragment: Index of the fragment.
+            fragment: Index of the fragment, a part of the model.
         """
         sent = self._submitted.pop(fragment, None)
         if sent is None:
@@ -238,7 +238,7 @@ class OuterLoop:
                       algorithm keeps no inner steps in them (CO2), local weights <- the anchor
 
         Args:
-            fragment: Index of the fragment.
+            fragment: Index of the fragment, a part of the model.
             sent: The pseudo-gradient that this job submitted, with the local weights at that time.
             result: Result of the round.
         """
@@ -330,7 +330,7 @@ class OuterLoop:
         own share of the elements only, so the shares are gathered before the local weights are written.
 
         Args:
-            index: Index of the fragment.
+            index: Index of the fragment, a part of the model.
             mine: Values of the elements that this rank exchanges with other jobs.
 
         Yields:

@@ -70,7 +70,7 @@ class RollingLoop(OuterLoop):
         super().after_step(tokens)
 
     def capture(self) -> int:
-        """Compute the pseudo-gradient of the next fragment that has none on offer to other jobs.
+        """Compute the pseudo-gradient of the next part of the model that has none on offer to other jobs.
 
         Fragments take turns in cyclic order. A fragment's pseudo-gradient is stored in `_captured`.
         submit() then moves it to `_submitted`: it is on offer until a round has used it.
@@ -110,7 +110,7 @@ class RollingLoop(OuterLoop):
             super().submit(fragment)
 
     def submitted(self) -> list[int]:
-        """Return no fragments, because training waits for no round."""
+        """Return an empty list: with rounds=async, training waits for no round."""
         return []
 
     def new_period(self) -> None:
@@ -173,7 +173,7 @@ class RollingLoop(OuterLoop):
         job was left out, its pseudo-gradient and local progress are discarded.
 
         Args:
-            index: Index of the fragment.
+            index: Index of the fragment, a part of the model.
             contribution: This job's pseudo-gradient in the round; None: it only received.
             result: Result of the round.
             is_left_out: This job's pseudo-gradient was found unusable, and did not count.

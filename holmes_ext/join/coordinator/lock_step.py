@@ -58,7 +58,7 @@ class LockStepRounds:
 
         Args:
             document: The request, as parsed JSON.
-            fragments: Number of fragments of the run.
+            fragments: Number of fragments (parts of the model) in the run.
 
         Raises:
             HolmesError: The report is malformed.
@@ -148,7 +148,7 @@ class LockStepRounds:
         return round_state
 
     def _catch_up(self, member: Member, ready_for: int, now: float) -> Reply | None:
-        """Return the fragments that a job must take from another job, because its weights are outdated.
+        """Return the parts of the model (fragments) that an outdated job must take from another job.
 
         The job first waits for the end of the round that takes place without it: the current round, or
         the next round if the job is ready for that. Weights taken before that round's outer step would
@@ -340,7 +340,7 @@ class LockStepRounds:
     def _valid_salted_claim(
         self, round_state: RoundState, ready: list[Member], salted_claims: dict[str, Claim]
     ) -> Claim | None:
-        """Return the fragment version that most jobs report, with its salted checksum.
+        """Return the version of a part of the model that most jobs report, with its salted checksum.
 
         The version is the round of the last outer step. Each job reports two checksums of its
         weights. The plain checksum is equal in every round, so a job may have copied it. The salted

@@ -225,7 +225,7 @@ class ReadyReport:
 
 @dataclass(frozen=True)
 class Offer:
-    """Pseudo-gradient of a fragment that a job offers for a later round (rounds=async).
+    """Offer of a job to contribute the pseudo-gradient of a part of the model to a round (rounds=async).
 
     The tensor itself is not part of the offer, only its norm, its tokens and the time left until the
     job would apply the aggregate.
@@ -356,7 +356,7 @@ def ready_from(document: dict[str, Any], fragments: int) -> ReadyReport:
     Args:
         document: The report, as parsed JSON. Its claims are the version and checksum of the job's
             copy of each fragment (part of the model).
-        fragments: Number of fragments of the run.
+        fragments: Number of fragments (parts of the model) in the run.
     """
     report = Table(document, "the report of a job that is ready")
     # The two values whose limits depend on the run are read here, all others by _read_report().
@@ -374,7 +374,7 @@ def next_from(document: dict[str, Any], fragments: int) -> NextReport:
     Args:
         document: The report, as parsed JSON: version and checksum of the job's copy of each fragment
             (claims), and a list of pseudo-gradients that the job could send ("offers").
-        fragments: Number of fragments of the run.
+        fragments: Number of fragments (parts of the model) in the run.
     """
     report = Table(document, "the report of a job that asks for its next round")
     claims = _claims(report, fragments)
@@ -408,7 +408,7 @@ def telemetry_from(document: dict[str, Any]) -> dict[str, float]:
 
 
 def _claims(table: Table, fragments: int | None = None) -> tuple[Claim, ...]:
-    """Return the versions and checksums that a job claims for its fragments.
+    """Return the versions and checksums that a job claims for its fragments (parts of the model).
 
     The version of a fragment is the round of its last outer step.
 

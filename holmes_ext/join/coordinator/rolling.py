@@ -90,7 +90,7 @@ class RollingRounds:
 
         Args:
             document: The request, as parsed JSON.
-            fragments: Number of fragments of the run.
+            fragments: Number of fragments (parts of the model) in the run.
 
         Raises:
             HolmesError: The report is malformed.
@@ -171,7 +171,7 @@ class RollingRounds:
         return void_reply(round_state)
 
     def _begin_round_with_quorum(self, now: float) -> None:
-        """Begin a round, if enough jobs (a quorum) offer pseudo-gradients of the same fragment.
+        """Begin a round if enough jobs (a quorum) offer pseudo-gradients of the same part of the model.
 
         The round begins when all jobs offer the fragment, or when a grace period for the other jobs is over.
         Of several such fragments, the fragment that was offered first is exchanged.
@@ -232,7 +232,7 @@ class RollingRounds:
             self._reports[name] = replace(report, offers={})
 
     def _record_offer_times(self, members: Sequence[Member], now: float) -> None:
-        """Record when each fragment was first offered; forget fragments that no job offers any more."""
+        """Record when a part of the model is first offered; forget parts that no job offers any more."""
         offered = {fragment for member in members for fragment in self._reports[member.name].offers}
         self._first_offer_times = {
             fragment: self._first_offer_times.get(fragment, now) for fragment in offered
@@ -290,7 +290,7 @@ class RollingRounds:
         first contributor needs the aggregate.
 
         Args:
-            fragment: Fragment of the round.
+            fragment: Fragment (part of the model) of the round.
             contributors: Jobs that offer a pseudo-gradient of the fragment.
         """
         setting = outer_settings(contributors).get("grace", "auto")
@@ -314,7 +314,7 @@ class RollingRounds:
         report, so that the further course of the round is the same code as for synchronous rounds.
 
         Args:
-            fragment: Fragment that the round exchanges.
+            fragment: Fragment (part of the model) that the round exchanges.
             contributors: Jobs that send their pseudo-gradients.
             members: All active jobs whose model weights are up to date, contributors or not. They
                 receive the sum of the pseudo-gradients.

@@ -189,7 +189,7 @@ class Giver:
 
 @dataclass(frozen=True)
 class Donor:
-    """Up-to-date job from which this job copies fragments: its ranks, and the elements of each.
+    """Up-to-date job from which this job copies parts of the model: its ranks, and their elements.
 
     Only ranks at the same position of the model-parallel grid as this rank are included.
     """
@@ -263,7 +263,7 @@ class FragmentRequest(NamedTuple):
 
 
 class ReadFragment(NamedTuple):
-    """This rank's elements of a fragment, copied from another job, or the reason why that failed."""
+    """This rank's elements of a part of the model, copied from another job, or why that failed."""
 
     tensors: dict[str, torch.Tensor]
     versions: set[int] = set()  # several if the donor took an outer step in between
@@ -289,7 +289,7 @@ class FragmentReader:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holmes-take")
 
     def read(self, request: FragmentRequest) -> Future[ReadFragment]:
-        """Queue a request to copy a fragment from the donor; the future gets this rank's elements."""
+        """Queue a request to copy a part of the model from the donor; the future gets the elements."""
         return self._thread.submit(self._read, request)
 
     def close(self) -> None:
@@ -469,7 +469,7 @@ def _read(
 
     Args:
         channel: Connection to that rank.
-        index: Index of the fragment.
+        index: Index of the fragment, a part of the model.
         least_version: Least version (round of the last outer step) that this job needs. The donor waits
             until it has this version. If that takes too long, it answers with an older version.
         start: First element.

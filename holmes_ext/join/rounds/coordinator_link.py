@@ -133,7 +133,7 @@ class CoordinatorLink:
 
 
 class _CachedChecksum(NamedTuple):
-    """Checksum of a fragment's outer state, and the version (last outer step) of that state."""
+    """Checksum of the outer state of a part of the model, and the version (last outer step) of the state."""
 
     version: int
     checksum: int
@@ -159,7 +159,7 @@ class Claims:
         }
 
     def renew(self, submitted_versions: Sequence[int]) -> dict[str, list]:
-        """Return the versions and checksums of all fragments for the coordinator; collective.
+        """Return versions and checksums of all fragments (parts of the model), to report; collective.
 
         The version of a fragment is the round of its last outer step. Outer steps of committed rounds
         that training has not applied yet (pending steps) count as taken. A fragment with such a step
@@ -198,18 +198,18 @@ class Claims:
         return self.latest_report
 
     def salted(self, fragment: int, salt: str) -> str:
-        """Return the checksum of a fragment and a salt, a text from the coordinator; collective.
+        """Return the checksum of a part of the model and a salt, a random text; collective.
 
         The salt is new in each round. So only a job that has the weights can compute the checksum.
         """
         return hexadecimal(self._checksums([fragment], salt)[0])
 
     def forget(self, fragment: int) -> None:
-        """Forget the checksum of a fragment, because its weights were replaced by another job's."""
+        """Forget the checksum of a part of the model that was replaced by another job's weights."""
         self._cache.pop(fragment, None)
 
     def _checksums(self, fragments: Sequence[int], salt: str) -> list[int]:
-        """Return the checksums of fragments over all ranks of the job; collective unless there are none."""
+        """Return checksums of parts of the model over all ranks; collective unless `fragments` is empty."""
         position = self._state.weights.position
         of_this_rank = [
             self._state.fragments[index].checksum(position, salt) for index in fragments

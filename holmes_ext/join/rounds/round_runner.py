@@ -372,7 +372,7 @@ class RoundRunner:
 
         Args:
             members: Job -> share of its pseudo-gradient in the sum; 0: it only receives.
-            fragment: Elements to exchange.
+            fragment: Part of the model to exchange.
             found: The other jobs' ranks, with addresses and the elements that each exchanges.
         """
         ranges_of = {self.job: self.ranges}

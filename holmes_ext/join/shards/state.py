@@ -31,7 +31,7 @@ _SAVED = ("anchor", "momentum", "residual")
 
 @dataclass
 class Pending:
-    """Change of a fragment that the rounds thread has prepared and training has not applied yet.
+    """Prepared change of a part of the model (fragment) that training has not applied yet.
 
     It is the outer step of a committed round whose delay is not over; or, with `replaces`, a copy of another
     job's anchor and momentum that this job takes instead of its own.
@@ -133,7 +133,7 @@ class FragmentCopy(NamedTuple):
 
 
 class OuterState:
-    """Outer optimizer state of a rank: anchor, momentum and pending steps of each fragment.
+    """Outer optimizer state of a rank: anchor, momentum and pending steps of each part of the model.
 
     The anchor is the weights after the last outer step. A rank has only the elements that it
     exchanges.
@@ -210,7 +210,7 @@ class OuterState:
         return fragment
 
     def apply(self, fragment: Fragment) -> None:
-        """Take the oldest pending outer step of a fragment: update anchor, momentum and residual.
+        """Take the oldest pending outer step of a fragment (part of the model).
 
         The anchor is the weights after the last outer step, the residual the rounding errors of the
         codec. If another job's weights are pending instead, anchor and momentum are replaced by those.
@@ -311,7 +311,7 @@ class OuterState:
         be taken before the momentum has arrived.
 
         Args:
-            fragment: The fragment.
+            fragment: The fragment: a part of the model.
             version: Version of the other job's fragment: the round of its last outer step.
             anchor: This rank's elements of the other job's anchor; never None here.
             momentum: Always None here. (A parameter so that this method has the signature take.Store.)
@@ -332,7 +332,7 @@ class OuterState:
         outer step in between.
 
         Args:
-            fragment: The fragment.
+            fragment: The fragment: a part of the model.
             version: Version of the other job's fragment when it sent the momentum.
             anchor: Not used. (A parameter so that this method has the signature take.Store.)
             momentum: This rank's elements of the momentum; None only if the algorithm has none.
@@ -369,7 +369,7 @@ class OuterState:
         Prepared outer steps that training has not applied yet (pending steps) are dropped.
 
         Args:
-            fragment: The fragment.
+            fragment: The fragment: a part of the model.
             version: Version of the other job's fragment: the round of its last outer step.
             anchor: This rank's elements of the other job's anchor; never None here.
             momentum: The same elements of the other job's momentum; None: keep the current momentum, or
@@ -393,7 +393,7 @@ class OuterState:
         the fragment's queue of pending steps comes.
 
         Args:
-            fragment: The fragment.
+            fragment: The fragment: a part of the model.
             version: Version of the other job's fragment: the round of its last outer step.
             anchor: This rank's elements of the other job's anchor; never None here.
             momentum: The same elements of the other job's momentum; None: keep the current momentum, or
