@@ -7,6 +7,7 @@ broadcast  torch.distributed with gloo, from the trainer's rank to all hosts' ra
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import sys
@@ -83,23 +84,19 @@ def rsync(lab: Lab, network: Network, source: Path, folder: Path, program: Path)
     time.sleep(1.0)
     before = sent_bytes(lab)
     start = time.monotonic()
-    first = {site[0]: f"{address_of(lab, TRAINER)}:{source}/" for site in network.site_hosts}
-    others = {
-        host: f"{address_of(lab, site[0])}:{folder / site[0]}/"
-        for site in network.site_hosts
-        for host in site[1:]
-    }
-    for sources in (first, others):
-        _run_all(
-            programs,
-            {
-                host: [
-                    *(str(program), "-a", "--whole-file", f"--rsync-path={program}"),
-                    *("-e", f"ssh -F {folder}/ssh_config", where, f"{folder / host}/"),
-                ]
-                for host, where in sources.items()
-            },
-        )
+    source_of_first: dict[str, str] = {}  # first host of a site -> HOST:FOLDER to copy from
+    source_of_other: dict[str, str] = {}
+    for first, *others in network.site_hosts:
+        source_of_first[first] = f"{address_of(lab, TRAINER)}:{source}/"
+        for host in others:
+            source_of_other[host] = f"{address_of(lab, first)}:{folder / first}/"
+    rsync_command = [str(program), "-a", "--whole-file", f"--rsync-path={program}"]
+    rsync_command += ["-e", f"ssh -F {folder}/ssh_config"]
+    for source_of_host in (source_of_first, source_of_other):
+        commands = {}
+        for host, source_of_copy in source_of_host.items():
+            commands[host] = [*rsync_command, source_of_copy, f"{folder / host}/"]
+        _run_all(programs, commands)
     copied = Copied(time.monotonic() - start, sent_bytes(lab) - before)
     programs.close()
     return copied
@@ -143,15 +140,14 @@ def s3(lab: Lab, network: Network, source: Path, folder: Path, python: Path) -> 
 
 def broadcast(lab: Lab, network: Network, size: int) -> Copied:
     """Broadcast `size` bytes from the trainer to all hosts with gloo; return the time and the traffic."""
-    hosts = [TRAINER, *(host for site in network.site_hosts for host in site)]
+    hosts = [TRAINER, *itertools.chain(*network.site_hosts)]
     before = sent_bytes(lab)
     result = lab.run([sys.executable, "-c", _BROADCAST, str(size)], order=hosts, timeout=300)
-    seconds = [
-        float(line.split()[1])
-        for text in result.outputs.values()
-        for line in text.splitlines()
-        if line.startswith("SECONDS")
-    ]
+    seconds = []  # that each host has printed
+    for text in result.outputs.values():
+        for line in text.splitlines():
+            if line.startswith("SECONDS"):
+                seconds.append(float(line.split()[1]))
     if len(seconds) != len(hosts):
         raise RuntimeError(f"broadcast: {result.outputs}")
     return Copied(max(seconds), sent_bytes(lab) - before)
