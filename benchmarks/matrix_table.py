@@ -92,9 +92,9 @@ def _name(row: Row) -> str:
 
 
 def _title(name: str) -> str:
-    """Return how docs/versions.md and docs/versions_tested.md call a row.
+    """Return the title of a row in docs/versions.md and docs/versions_tested.md.
 
-    That is its name, but for the few rows in TITLES, whose names would say too little to a reader.
+    It is the row's name, except for the few rows in TITLES, whose names would tell a reader too little.
     """
     return TITLES.get(name, name)
 

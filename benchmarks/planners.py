@@ -216,10 +216,10 @@ def judge_again(table: Table, case: Case) -> None:
 
 
 def in_turns(table: Table, cases: list[Case]) -> Iterator[tuple[Case, list[str]]]:
-    """Yield pairs (case, planners). The planners' plans run next on emulated clusters.
+    """Yield pairs (case, planners) in the order in which these planners' plans run on emulated clusters.
 
-    The plans run in four turns over all cases, so that the important ones run first if the time is short:
-    holmes, the best of the other planners, the plan that a person would type, and then all others.
+    There are four turns over all cases: for holmes, for the best of the other planners, for the plan
+    that a person would type, and for all others. So the most important plans run even if time is short.
     """
     for turn in ("holmes", "best other", "typed", "all others"):
         for case in cases:

@@ -290,7 +290,8 @@ class Trials:
             change: The change.
             deciding_times: Measured seconds from which the change was chosen. If the change is
                 taken back, it is not tried again while these times stay similar.
-            unchanged_times: Seconds that the change should not affect.
+            unchanged_times: Measured seconds that the change should not affect. end() compares
+                them with those after the trial.
         """
         self.running = _Trial(change, deciding_times, unchanged_times)
 

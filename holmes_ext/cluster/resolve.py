@@ -162,9 +162,10 @@ def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
 
 
 def apart_by_subnet(site: Site) -> list[str]:
-    """Return [one sentence] if IP subnets alone divide RoCE NICs into several fabrics, else [].
+    """Return a list with one warning if only IP subnets tell several RoCE fabrics apart, else [].
 
-    If RoCE is routed between the subnets, they are a single fabric. The reports cannot show that.
+    If RoCE is routed between the subnets, these fabrics are really one. The nodes' reports cannot show
+    that, so the user has to say it in a cluster file.
     """
     roce = [fabric.name for fabric in site.fabrics if fabric.kind == "roce"]
     if site.source != REPORTS or len(roce) <= 1:

@@ -249,11 +249,12 @@ def _gpu_of(labels: Mapping[str, str]) -> str:
 
 
 def _with_memory(gpu: str, memory_mib: int) -> str:
-    """Return the name of a GPU, with its memory if models of this name usually have another.
+    """Return the name of a GPU, with its memory size if GPUs of this name usually have another size.
 
     Args:
         gpu: Name of the GPU, such as "V100".
-        memory_mib: Memory in MiB that a label gives, 0 for none. 32510 gives "V100-32GB".
+        memory_mib: Memory size in MiB from a label of the node, 0 if no label gives it. For a V100,
+            which usually has 16 GB, 32510 gives "V100-32GB".
     """
     accelerator = accelerator_of(gpu)
     if accelerator is None or not memory_mib:
@@ -271,9 +272,9 @@ def _with_memory(gpu: str, memory_mib: int) -> str:
 def _fabric_of(labels: Mapping[str, str]) -> str:
     """Return the name of a node's network by its labels, "" if no label names it.
 
-    The first label of FABRICS that the node has counts. Before the labels from _AFTER_TIERS on, numbered
-    tiers of switches count. The tier with the highest number is the farthest from the node, so its switch
-    stands for the whole network.
+    The labels of FABRICS are tried in order. The labels of numbered switch tiers come just before
+    _AFTER_TIERS. The tier with the highest number is the farthest from the node, so its switch stands
+    for the whole network.
     """
     tiers: dict[int, str] = {}  # number of a tier -> its switch
     for label, value in labels.items():
