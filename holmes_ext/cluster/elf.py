@@ -49,7 +49,7 @@ class Library:
     """An ELF library or program, as its file contains it."""
 
     def __init__(self, path: str | Path):
-        """Read a file.
+        """Read the ELF file of a library or a program (at most its first GiB).
 
         Raises:
             OSError: the file cannot be read.

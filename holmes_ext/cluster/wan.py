@@ -144,7 +144,7 @@ class Wan:
         )
 
     def only(self, clusters: Collection[str]) -> Wan:
-        """Return the network between some of the clusters."""
+        """Return the part of this network that connects the given clusters with one another."""
         return Wan(
             tuple(uplink for uplink in self.uplinks if uplink.cluster in clusters),
             tuple(link for link in self.between if set(link.clusters).issubset(clusters)),

@@ -490,7 +490,7 @@ class OuterLoop:
         return f"round {self.number}"
 
     def end(self, why: str = "training is over") -> None:
-        """Leave the run, after waiting for the rounds under way, but not longer than two timeouts."""
+        """Leave the run after the rounds under way; wait for them at most twice a round's timeout."""
         self.rounds.close(2 * self.settings.timeout, why)
 
 

@@ -191,10 +191,11 @@ def fewest_to_drop(pairs: Iterable[Pair], by_preference: Iterable[str]) -> set[s
 
 
 class _CoverSearch:
-    """Branch and bound for the cheapest vertex cover.
+    """Branch and bound for the cheapest vertex cover: jobs such that each failed pair has one of them.
 
-    Any cover has either a given vertex, or all its neighbours. The vertex with most neighbours is tried
-    first. So the first cover that is found is that of the greedy method.
+    For any job, a cover has either this job or all its neighbours (the jobs of its failed pairs). Both
+    ways are tried, first with the job that has most neighbours. So the first cover that is found is the
+    one that a greedy search would find.
     """
 
     def __init__(self, cost: Mapping[str, int]):

@@ -68,7 +68,10 @@ class _RunFile:
 
 @dataclass(frozen=True)
 class _Record:
-    """Content of an invitation's file in the state folder of the run."""
+    """Content of an invitation's file in the state folder of the run.
+
+    A job redeems its invitation when it first connects: it gets a certificate for it.
+    """
 
     job: str
     certificate: str = ""  # PEM text; "": not redeemed

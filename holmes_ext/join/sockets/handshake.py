@@ -159,7 +159,7 @@ class Credentials:
                 channel.cut()
 
     def watch(self, channel: Channel, holder: Holder) -> None:
-        """Store who is at the other end of a connection, so that revoke() can end the connection."""
+        """Remember the certificate's holder at the other end of a connection, so that revoke() can cut it."""
         with self._lock:
             self._holders[channel] = holder
 
