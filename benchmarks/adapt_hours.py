@@ -352,7 +352,7 @@ class DataParallelHour:
         job.part = part
 
     def step_s(self, part: Part, fixed: ReductionSpec) -> float:
-        """Return the step time with a fixed plan, in seconds."""
+        """Return the step time in a period of the hour, in seconds, with a fixed way to reduce."""
         return self.simulated(part, fixed).seconds
 
     def _simulated(self, part: Part, reduction: ReductionSpec) -> DataParallelStep:

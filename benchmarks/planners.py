@@ -204,7 +204,7 @@ def ask(table: Table, case: Case, planner: str, args) -> None:
 
 
 def judge_again(table: Table, case: Case) -> None:
-    """Simulate all plans of the results file again, with new random plans."""
+    """Simulate all plans of a case again and replace their step times. The random plans are drawn anew."""
     for planner, note in table.notes.get(case.name, {}).items():
         if NONE not in note:
             steps = [judge.simulate_plan(case, judge.grid_of(note)).step_s]

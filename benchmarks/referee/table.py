@@ -87,12 +87,12 @@ class Table:
         return sum(note.get(NONE, "").startswith(LATE) and note["limit"] >= limit for note in notes)
 
     def row(self, case: str, planner: str, metric: str) -> Row | None:
-        """Return the row with a metric, or None."""
+        """Return the row with a metric of a planner's plan for a case, None if there is no such row."""
         key = case, f"{planner}: {metric}"
         return next((row for row in self.rows if (row.case, row.metric) == key), None)
 
     def value(self, case: str, planner: str, metric: str) -> float | None:
-        """Return the value of a metric, or None."""
+        """Return the value of a metric of a planner's plan for a case, None if there is no such row."""
         row = self.row(case, planner, metric)
         return row.value if row else None
 

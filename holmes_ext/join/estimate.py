@@ -177,7 +177,13 @@ def round_seconds(site: Site, parameters: float, fragments: int, compress: str =
 
 
 def _bits(parameters: float, fragments: int, compress: str) -> float:
-    """Return the size of a fragment's compressed pseudo-gradient, in bits."""
+    """Return the size of a fragment's compressed pseudo-gradient, in bits.
+
+    Args:
+        parameters: Number of parameters of the model.
+        fragments: Number of fragments (parts) into which the model is divided.
+        compress: Compression of the pseudo-gradients, a key of SHARES.
+    """
     return _ELEMENT_BITS * SHARES[compress] * parameters / fragments
 
 
