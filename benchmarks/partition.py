@@ -665,15 +665,14 @@ def main() -> int:
     if args.predict:
         # To be called on the machine that measured the steps.
         return finish(predicted_anew(args.json), args.json, title)
-    wanted = [text for text in args.cells.split(";") if text]
+    wanted = tuple(text for text in args.cells.split(";") if text)  # beginnings of titles
     rows: list[Row] = []
     for case in CASES:
-        configurations = [(name, count) for name in MODELS for count in case.micro_batches]
-        configurations = [
-            configuration
-            for configuration in configurations
-            if not wanted or any(title_of(case, *configuration).startswith(text) for text in wanted)
-        ]
+        configurations = []
+        for name in MODELS:
+            for count in case.micro_batches:
+                if not wanted or title_of(case, name, count).startswith(wanted):
+                    configurations.append((name, count))
         if configurations:
             rows += run_case(case, configurations, args.steps, args.skip)
     done = {row.case for row in rows}

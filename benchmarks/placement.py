@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations_with_replacement, permutations
+from itertools import combinations_with_replacement, permutations, product
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
@@ -173,15 +173,13 @@ class Matrix:
         if stage not in self._memo:
             # Seconds of both exchanges between GPUs of two places. A GPU's part of the gradients is
             # GRADIENTS gigabytes / (GPUs of the group), and rates are in Gb/s.
-            seconds = {
-                (u, v): 2 * (self.delay_s[u][v] + GRADIENTS * 8 / (self.rate[u][v] * len(stage)))
-                for u in set(stage)
-                for v in set(stage)
-            }
+            seconds = {}
+            for u, v in product(set(stage), repeat=2):
+                exchange_s = self.delay_s[u][v] + GRADIENTS * 8 / (self.rate[u][v] * len(stage))
+                seconds[u, v] = 2 * exchange_s
             # A GPU does not send to itself: the sum has one exchange too many inside its place.
-            self._memo[stage] = max(
-                sum(seconds[u, v] for v in stage) - seconds[u, u] for u in set(stage)
-            )
+            gpu_s = [sum(seconds[u, v] for v in stage) - seconds[u, u] for u in set(stage)]
+            self._memo[stage] = max(gpu_s)
         return self._memo[stage]
 
     def stage_link(self, left: Sequence[int], right: Sequence[int]) -> float:
@@ -268,11 +266,12 @@ class Matrix:
         ]
         group_s = {filling: self.data(filling) for filling in fillings}
         # Every place is used by some stage, at best in its fastest group.
-        least_group_s = max(
-            min(group_s[filling] for filling in fillings if place in filling) for place in places
-        )
+        least_group_s = 0.0
+        for place in places:
+            fastest_s = min(group_s[filling] for filling in fillings if place in filling)
+            least_group_s = max(least_group_s, fastest_s)
         # Possible times of a link between stages.
-        link_times = sorted({self.pair[u][v] for u in places for v in places})
+        link_times = sorted({seconds for row in self.pair for seconds in row})
         # For each time of a link (`limit`), a list of pairs (slow_links, group_s). If so many links
         # between stages take more than `limit`, some group takes at least group_s seconds.
         bounds_of = [self.slow_link_bounds(limit, fillings, group_s) for limit in link_times[:-1]]

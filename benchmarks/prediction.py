@@ -401,19 +401,16 @@ def predict(case: Case, links: Links, overhead: Overheads) -> float:
     costs = even_costs(
         forward, layers=case.layers, stages=case.stages, micro_batches=case.micro_batches
     )
+    bucket_bytes = 0
+    if "--bucket-mb" in case.flags:
+        megabytes = case.flags[case.flags.index("--bucket-mb") + 1]
+        bucket_bytes = int(float(megabytes) * 1e6)
     execution = Execution(
         engine=TRAITS[case.engine],
         virtual=case.virtual,
         stage_layers=case.layers_of,
         overlap=case.overlap,
-        bucket_bytes=next(
-            (
-                int(float(case.flags[i + 1]) * 1e6)
-                for i, text in enumerate(case.flags)
-                if text == "--bucket-mb"
-            ),
-            0,
-        ),
+        bucket_bytes=bucket_bytes,
         hierarchical=case.hierarchical,
         direct=True,
         zero=case.zero,
@@ -604,20 +601,15 @@ def main() -> int:
     )
     args = arguments.parse_args()
     wanted = [name for name in args.cases.split(",") if name]
-    unknown = [
-        name
-        for name in wanted
-        if name not in ("paper", "recorded")
-        and not any(case.name.startswith(name) for case in CASES)
-    ]
-    if unknown:
-        known = ", ".join(case.name for case in CASES)
-        tell(f"prediction.py: no case {unknown[0]!r}; there are paper, recorded, {known}")
-        return 2
+    for name in wanted:
+        is_known = any(case.name.startswith(name) for case in CASES)
+        if not is_known and name not in ("paper", "recorded"):
+            known = ", ".join(case.name for case in CASES)
+            tell(f"prediction.py: no case {name!r}; there are paper, recorded, {known}")
+            return 2
     measured = Measured.load(args.store)
-    cases = [
-        case for case in CASES if not wanted or any(case.name.startswith(name) for name in wanted)
-    ]
+    # The wanted names are beginnings of cases' names.
+    cases = [case for case in CASES if not wanted or case.name.startswith(tuple(wanted))]
     if not args.predict:
         assert os.cpu_count() == CORES or not cases, (
             f"CORES is {CORES}, this machine has {os.cpu_count()}"
@@ -628,8 +620,10 @@ def main() -> int:
     unknown_engines = {case.engine for case in CALIBRATION if not measured.knows(case)}
     cases = [case for case in cases if measured.knows(case) and case.engine not in unknown_engines]
     rows = lab_rows(cases, measured) if cases else []
-    rows += recorded_rows(sys.modules[__name__]) if not wanted or "recorded" in wanted else []
-    rows += paper_rows() if not wanted or "paper" in wanted else []
+    if not wanted or "recorded" in wanted:
+        rows += recorded_rows(sys.modules[__name__])
+    if not wanted or "paper" in wanted:
+        rows += paper_rows()
     return finish(rows, args.json, "Predicted against measured steps")
 
 
