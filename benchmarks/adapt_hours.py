@@ -122,9 +122,8 @@ class PipelineHour:
 
     def __init__(self, draw: random.Random):
         """Draw the speed of the layers and the number of micro-batches."""
-        self.layer_s = draw.choice(
-            (0.02, 0.033, 0.05)
-        )  # forward pass of a layer on the first stage
+        # Seconds of the forward pass of a layer on the first stage.
+        self.layer_s = draw.choice((0.02, 0.033, 0.05))
         self.micro_batches = draw.choice((8, 12))
         self.half_mbps = half_mbps(self.layer_s)  # an activation takes half of a stage's time
         self.fixed = list(FIXED)
@@ -353,7 +352,7 @@ class DataParallelHour:
         job.part = part
 
     def step_s(self, part: Part, fixed: ReductionSpec) -> float:
-        """Return the step time with a fixed plan, in seconds."""
+        """Return the step time in a period of the hour, in seconds, with a fixed way to reduce."""
         return self.simulated(part, fixed).seconds
 
     def _simulated(self, part: Part, reduction: ReductionSpec) -> DataParallelStep:

@@ -82,7 +82,7 @@ def rows(
         flags = () if plan == "learns" else ("--holmes-inflight", plan, "--holmes-adapt", "off")
 
         def run(flags: tuple[str, ...] = flags) -> list[int]:
-            """Run the job through all periods of TRACE, and return its steps in each of them."""
+            """Run the job through all periods of TRACE; return the number of its steps in each period."""
             with tempfile.TemporaryDirectory() as directory:
                 file = write(Path(directory), half_bps)
                 return _steps_of(

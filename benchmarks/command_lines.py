@@ -146,19 +146,18 @@ def measure(case: str) -> list[Row]:
     """
     with tempfile.TemporaryDirectory() as configs:
         lines = command_lines(checkout(case), Path(configs))
-        descriptions = {(name, number): describe(argv) for number, (name, argv) in enumerate(lines)}
+        descriptions = [describe(argv) for _, argv in lines]
         flags = Counter(flag for _, argv in lines for flag in words_by_flag(argv))
-    unknown = sorted(
-        {name for description in descriptions.values() for name in description.unknown}
-    )
-    with_model = [
-        description for description in descriptions.values() if description.model is not None
-    ]
-    for (name, _), description in descriptions.items():
-        if description.model is None and Path(name).name != FROM_ITS_CALLER:
-            tell(f"{name}: {description.trouble or 'no model'}")
+    unknown = set()
+    with_model = []
+    for (script, _), description in zip(lines, descriptions):
+        unknown.update(description.unknown)
+        if description.model is not None:
+            with_model.append(description)
+        elif Path(script).name != FROM_ITS_CALLER:
+            tell(f"{script}: {description.trouble or 'no model'}")
     if unknown:
-        tell(f"{case}: unknown: {', '.join(unknown)}")
+        tell(f"{case}: unknown: {', '.join(sorted(unknown))}")
     step_seconds = [priced(description) for description in with_model]
     steps = [seconds for seconds in step_seconds if seconds]
     effect = [flag for flag in flags if flag in SETTING_OF_FLAG]

@@ -128,7 +128,7 @@ def means(losses: list[float]) -> list[float]:
 
 
 def differences(losses: dict[str, list[list[float]]], kind: str) -> list[list[float]]:
-    """Return, for each seed, how much the mean loss of each window exceeds that of the kind "off"."""
+    """Return for each seed the mean loss in each window, minus that without compression ("off")."""
     pairs = zip(losses[kind], losses["off"])
     return [[a - b for a, b in zip(means(curve), means(off))] for curve, off in pairs]
 

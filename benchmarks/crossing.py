@@ -93,17 +93,20 @@ def measure_slices(repetitions: int, steps: int) -> list[Row]:
             "own schedule": ("--holmes-inflight", "off"),
             "in flight": ("--holmes-inflight", "1"),
         }
-        variants = [
-            Variant(f"{cut}, {name}", spec, interleave(spec), flags=(*base, *flags), env=env)
-            for name, flags in schedules.items()
-            for cut, env in (("slices", {}), ("whole", {OFF: SLICES}))
-        ]
+        order = interleave(spec)
+        variants = []
+        for name, schedule_flags in schedules.items():
+            flags = (*base, *schedule_flags)
+            variants.append(Variant(f"slices, {name}", spec, order, flags=flags))
+            without_slices = {OFF: SLICES}
+            variants.append(Variant(f"whole, {name}", spec, order, flags=flags, env=without_slices))
         accelerator = {"flops": FLOPS["slices"], **ENGINES["megatron"][2]}
         series = run("slices", variants, script, repetitions, steps, accelerator)
     rows = []
     for name in schedules:
-        cut, whole = series[f"slices, {name}"], series[f"whole, {name}"]
-        share = ethernet_bytes(cut) / ethernet_bytes(whole)
+        slices = series[f"slices, {name}"]
+        whole = series[f"whole, {name}"]
+        share = ethernet_bytes(slices) / ethernet_bytes(whole)
         target = ">= 1.2" if name == "own schedule" else ""
         rows += [
             Row.median(
@@ -114,16 +117,17 @@ def measure_slices(repetitions: int, steps: int) -> list[Row]:
                 emulated=False,
                 target="<= 0.55",
             ),
-            ratio_row("slices", f"step, whole : slices, {name}", whole, cut, target=target),
+            ratio_row("slices", f"step, whole : slices, {name}", whole, slices, target=target),
         ]
     difference = max(
         max_loss_difference(series["whole, own schedule"], other) for other in series.values()
     )
     rows.append(loss_row("slices", difference))
-    h, tokens, sizes = 192, 32, Sizes(tensor=2, pipeline=2)
+    hidden = 192
+    tokens = 32
     model = Model(
         layers=4,
-        hidden=h,
+        hidden=hidden,
         heads=4,
         sequence=tokens,
         vocabulary=256,
@@ -131,21 +135,21 @@ def measure_slices(repetitions: int, steps: int) -> list[Row]:
         activation_width=4,
         tied=False,
     )
-    # Of a rank: half of the weights, all of the norms and of two biases
-    forward = forward_s(h, tokens, FLOPS["slices"], 6 * h * h + 9.5 * h)
-    predicted = {
-        f"{cut}, {name}": predicted_step(
-            "megatron",
-            spec,
-            model,
-            sizes,
-            forward,
-            Options(inflight=flags[1], off=off),
-            cut=not off,
-        )
-        for name, flags in schedules.items()
-        for cut, off in (("slices", frozenset()), ("whole", frozenset({SLICES})))
-    }
+    # Parameters of a block on a rank: half of the weights, all of the norms and of two biases.
+    parameters = 6 * hidden * hidden + 9.5 * hidden
+    forward = forward_s(hidden, tokens, FLOPS["slices"], parameters)
+    predicted = {}
+    for name, (_, inflight) in schedules.items():
+        for way, off in (("slices", frozenset()), ("whole", frozenset({SLICES}))):
+            predicted[f"{way}, {name}"] = predicted_step(
+                "megatron",
+                spec,
+                model,
+                Sizes(tensor=2, pipeline=2),
+                forward,
+                Options(inflight=inflight, off=off),
+                cut=way == "slices",
+            )
     return [
         *rows,
         *prediction_rows("slices", medians(series), predicted),
@@ -201,27 +205,33 @@ def measure_tied(engine: str, repetitions: int, steps: int) -> list[Row]:
         micro_batches=4,
         activation_width=4,
     )
-    predicted = {
-        name: predicted_step(
+    predicted = {}
+    for name in series:
+        is_hierarchical = name != "pairs"
+        disabled = frozenset() if is_hierarchical else frozenset({feature})
+        predicted[name] = predicted_step(
             engine,
             spec,
             replace(model, tied=name != "not tied"),
             Sizes(pipeline=2),
             forward,
-            Options(off=frozenset({feature} if name == "pairs" else ())),
-            tied=name != "pairs",
+            Options(off=disabled),
+            tied=is_hierarchical,
         )
-        for name in series
-    }
-    levels, pairs, none = (series[name] for name in ("hierarchical", "pairs", "not tied"))
+    hierarchical = series["hierarchical"]
+    pairs = series["pairs"]
+    not_tied = series["not tied"]
     # Cost of the tied embedding: bytes and seconds in excess of the model whose embedding is not tied.
-    base_bytes = ethernet_bytes(none)
-    sent = (ethernet_bytes(levels) - base_bytes) / (ethernet_bytes(pairs) - base_bytes)
-    exposed = {
-        name: [a - b for a, b in zip(series[name].medians, none.medians)]
-        for name in ("hierarchical", "pairs")
-    }
-    shares = [a / b for a, b in zip(*exposed.values())]
+    base_bytes = ethernet_bytes(not_tied)
+    sent = (ethernet_bytes(hierarchical) - base_bytes) / (ethernet_bytes(pairs) - base_bytes)
+    exposed = {}  # name of a variant -> seconds of each run
+    for name in ("hierarchical", "pairs"):
+        steps_of_runs = zip(series[name].medians, not_tied.medians)
+        exposed[name] = [tied_s - not_tied_s for tied_s, not_tied_s in steps_of_runs]
+    shares = [
+        hierarchical_s / pairs_s
+        for hierarchical_s, pairs_s in zip(exposed["hierarchical"], exposed["pairs"])
+    ]
     share = statistics.median(exposed["hierarchical"]) / statistics.median(exposed["pairs"])
     return [
         Row.median(
@@ -240,8 +250,8 @@ def measure_tied(engine: str, repetitions: int, steps: int) -> list[Row]:
             Row.median(case, f"exposed, {name}", seconds, unit="s", emulated=True)
             for name, seconds in exposed.items()
         ),
-        ratio_row(case, "step, pairs : hierarchical", pairs, levels, target=""),
-        loss_row(case, max_loss_difference(pairs, levels)),
+        ratio_row(case, "step, pairs : hierarchical", pairs, hierarchical, target=""),
+        loss_row(case, max_loss_difference(pairs, hierarchical)),
         *prediction_rows(case, medians(series), predicted),
         *step_rows(case, series),
     ]

@@ -11,6 +11,7 @@ in `configs`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -107,19 +108,19 @@ def command_lines(checkout: Path, configs: Path) -> list[tuple[str, list[str]]]:
                 path.chmod(0o777)
         commands: list[tuple[str, list[str]]] = []
         for script in sorted(copy.glob("examples*/**/*.sh")):
-            text, name = script.read_text(errors="replace"), str(script.relative_to(copy))
-            if MENTIONS.search(text):
-                # The script is started in each of these folders in turn.
-                folders = (script.parent, copy) if "TEMPLATE" in text else (copy, script.parent)
-                tries = (
-                    _launched_trainings(script, start, tools, words)
-                    for words in ARGUMENTS
-                    for start in folders
-                )
-                first_success = next(filter(None, tries), [])
-                commands += [
-                    (name, _with_kept_config(argv, folders, configs)) for argv in first_success
-                ]
+            text = script.read_text(errors="replace")
+            if not MENTIONS.search(text):
+                continue
+            # The script is started in each of these folders, with each of the arguments, until it
+            # launches a training.
+            folders = (script.parent, copy) if "TEMPLATE" in text else (copy, script.parent)
+            for words, start in itertools.product(ARGUMENTS, folders):
+                launched = _launched_trainings(script, start, tools, words)
+                if launched:
+                    break
+            name = str(script.relative_to(copy))
+            for argv in launched:
+                commands.append((name, _with_kept_config(argv, folders, configs)))
         return commands
 
 
@@ -132,19 +133,23 @@ def _with_kept_config(argv: list[str], folders: tuple[Path, ...], configs: Path)
         configs: Folder for the copy.
     """
     flag = "--deepspeed_config"
-    words = [
-        part
-        for word in argv
-        for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])
-    ]
-    if flag in words[:-1]:  # with a value behind it
-        at = words.index(flag) + 1
-        candidates = [folder / words[at] for folder in folders]
-        if source := next((path for path in candidates if path.is_file()), None):
-            # The number makes the name unique.
-            kept = configs / f"{len(list(configs.iterdir()))}_{source.name}"
+    words: list[str] = []
+    for word in argv:
+        if word.startswith(f"{flag}="):
+            words += word.split("=", 1)
+        else:
+            words.append(word)
+    if flag not in words[:-1]:  # without a word after it, the flag has no value
+        return words
+    position_of_file = words.index(flag) + 1
+    for folder in folders:
+        source = folder / words[position_of_file]
+        if source.is_file():
+            number = len(list(configs.iterdir()))  # makes the name unique
+            kept = configs / f"{number}_{source.name}"
             kept.write_bytes(source.read_bytes())
-            words[at] = str(kept)
+            words[position_of_file] = str(kept)
+            break
     return words
 
 

@@ -87,7 +87,7 @@ def rows(case: str, answers: list[tuple[Answer, float]]) -> list[Row]:
     """
 
     def placement_named(answer: Answer, name: str) -> Placed:
-        """Return the placement with this name."""
+        """Return the placement that a method (EPLB or IDENTITY) has found for a problem."""
         return next(placement for placement in answer.placements if placement.name == name)
 
     def crossing_ratios(baseline: str) -> list[float]:

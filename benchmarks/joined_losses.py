@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -197,9 +198,11 @@ class OuterLoop:
             trainers: The jobs.
         """
         self.settings = settings
-        self.trainers, self.algorithm = trainers, settings.outer_algorithm()
+        self.trainers = trainers
+        self.algorithm = settings.outer_algorithm()
         self.shares = [1 / len(trainers)] * len(trainers)  # all jobs read equally many tokens
-        self.period, self.in_period = settings.period, 0
+        self.period = settings.period  # training steps between the exchanges of two fragments
+        self.in_period = 0  # training steps since the last exchange
         tensors = [
             Tensor(name, tuple(p.shape), "float32")
             for name, p in trainers[0].model.named_parameters()
@@ -212,34 +215,24 @@ class OuterLoop:
             weights.total, settings.fragments, [(matrix.start, matrix.stop) for matrix in matrices]
         )
         self.ranges = [slice(*pair) for pair in pairwise(cuts)]  # of each fragment
-        self.matrices = [  # of each fragment, with positions from its start
-            Matrices(
-                [
-                    replace(matrix, start=matrix.start - begin)
-                    for matrix in matrices
-                    if begin <= matrix.start < end
-                ]
+        self.matrices = []  # of each fragment, with positions from its start
+        for begin, end in pairwise(cuts):
+            in_fragment = [matrix for matrix in matrices if begin <= matrix.start < end]
+            self.matrices.append(
+                Matrices([replace(matrix, start=matrix.start - begin) for matrix in in_fragment])
             )
-            for begin, end in pairwise(cuts)
-        ]
         # Weights of each fragment after its last outer step.
         self.anchors = [trainers[0].flat[part].clone() for part in self.ranges]
         # Rounding errors of the codecs int8 and 2bit are kept in bfloat16, and then the outer momentum
         # is, too; None: the errors are not kept.
         error_dtype = residual_dtype(settings)
-        dtype = torch.bfloat16 if error_dtype == torch.bfloat16 else torch.float32
-        self.momenta = [
-            torch.zeros(len(anchor), dtype=dtype) if self.algorithm.keeps_momentum else None
-            for anchor in self.anchors
-        ]
+        momentum_dtype = None
+        if self.algorithm.keeps_momentum:
+            momentum_dtype = torch.bfloat16 if error_dtype == torch.bfloat16 else torch.float32
+        self.momenta = _zeros_like(self.anchors, momentum_dtype)  # of each fragment
         self.codec = codec_of(settings)  # encodes pseudo-gradients for the network (`compress`)
-        self.residuals = [  # of each job and fragment: the codec's rounding error
-            [
-                torch.zeros(len(anchor), dtype=error_dtype) if error_dtype else None
-                for anchor in self.anchors
-            ]
-            for _ in trainers
-        ]
+        # For each job, the codec's rounding errors in each fragment.
+        self.residuals = [_zeros_like(self.anchors, error_dtype) for _ in trainers]
         # By fragment: pseudo-gradients that are computed, and those that are on their way.
         self.captured: dict[int, Captured] = {}
         self.in_flight: dict[int, Captured] = {}
@@ -253,7 +246,7 @@ class OuterLoop:
         return self.encoded_bytes // jobs * (jobs - 1)
 
     def after_step(self) -> None:
-        """Count a training step, and let the algorithm do what is due after it."""
+        """Count a training step; the algorithm then sends or applies pseudo-gradients if it is time."""
         self.in_period += 1
         self.algorithm.after_step(self)
 
@@ -351,6 +344,15 @@ class OuterLoop:
         return decoded
 
 
+def _zeros_like(
+    tensors: Sequence[torch.Tensor], dtype: torch.dtype | None
+) -> list[torch.Tensor | None]:
+    """Return a tensor of zeros for each flat tensor, of the same length; None for each if no dtype."""
+    if dtype is None:
+        return [None] * len(tensors)
+    return [torch.zeros(len(tensor), dtype=dtype) for tensor in tensors]
+
+
 def read_texts() -> tuple[torch.Tensor, torch.Tensor]:
     """Return the text for training and that for evaluation (the last twentieth), as bytes."""
     text = torch.frombuffer(
@@ -406,21 +408,20 @@ def train(
         training: The text for training, as bytes.
         held_out: The text for evaluation, as bytes.
     """
-    trainers = [
-        JobTrainer(case, seed, steps) for _ in range(1 if way in ("alone", "synchronous") else jobs)
-    ]
-    joined = OuterLoop(parse_outer(WAYS[way]), trainers) if way in WAYS else None
+    joins = way in WAYS
+    trained_jobs = jobs if joins else 1  # "synchronous" and "alone" train a single job
+    trainers = [JobTrainer(case, seed, steps) for _ in range(trained_jobs)]
+    outer_loop = OuterLoop(parse_outer(WAYS[way]), trainers) if joins else None
     losses = []
     for step in range(steps):
         batches = [batch(training, seed, step * jobs + k) for k in range(jobs)]
         if way == "synchronous":
             batches = [torch.cat(batches)]
-        # With "alone", zip() below ends after the first batch.
-        losses.append(
-            statistics.fmean(trainer.step(rows) for trainer, rows in zip(trainers, batches))
-        )
-        if joined:
-            joined.after_step()
+        # With "alone", zip() ends after the first batch.
+        losses_of_step = [trainer.step(rows) for trainer, rows in zip(trainers, batches)]
+        losses.append(statistics.fmean(losses_of_step))
+        if outer_loop is not None:
+            outer_loop.after_step()
     first = trainers[0]
     evaluation_of_one_job = evaluate(first.model, held_out)
     # The first job's model gets the mean weights. Its own were evaluated above.
@@ -491,13 +492,12 @@ def main() -> int:
     runs = Runs(args.runs, args.minutes)
     torch.set_num_threads(1)
     training, held_out = read_texts()
-    ways = [name.strip() for name in args.ways.split(";") if name.strip()] or [
-        "synchronous",
-        "alone",
-        *WAYS,
-    ]
-    WAYS.update({name: name for name in ways if "=" in name})
-    if unknown := [name for name in ways if name not in ("synchronous", "alone", *WAYS)]:
+    ways = [name.strip() for name in args.ways.split(";") if name.strip()]
+    if not ways:
+        ways = ["synchronous", "alone", *WAYS]
+    WAYS.update({name: name for name in ways if "=" in name})  # settings of the user
+    unknown = [name for name in ways if name not in ("synchronous", "alone", *WAYS)]
+    if unknown:
         tell(
             f"joined_losses.py: no way {unknown[0]!r}; there are synchronous, alone, {', '.join(WAYS)}"
         )
@@ -505,11 +505,8 @@ def main() -> int:
     cases = harness.chosen_cases(args.cases, CASES)
     case_suffix = f", {args.jobs} jobs" if args.jobs != 2 else ""
     case_suffix += f", {args.steps} steps" if args.steps != STEPS else ""
-    measured_now = {
-        (case + case_suffix, f"{name}, {way}")
-        for case in cases
-        for name in MEASURED
-        for way in ways
+    measured_now = {  # (case, metric) of each row that this program writes anew
+        (case + case_suffix, f"{name}, {way}") for case, name, way in product(cases, MEASURED, ways)
     }
     earlier_rows = [
         row
@@ -524,16 +521,17 @@ def main() -> int:
             def train_once(case: str = case, way: str = way, seed: int = seed) -> Losses:
                 return train(case, way, seed, args.jobs, args.steps, training, held_out)
 
-            if values := runs.of(f"{case}{case_suffix}, {way}, seed {seed}", train_once):
-                losses.append(values)
+            losses_of_run = runs.of(f"{case}{case_suffix}, {way}, seed {seed}", train_once)
+            if losses_of_run:
+                losses.append(losses_of_run)
             for name, values in zip(MEASURED, zip(*losses)):
-                spread, metric = (min(values), max(values)), f"{name}, {way}"
+                metric = f"{name}, {way}"
                 row = Row.of(
                     case + case_suffix,
                     metric,
                     statistics.fmean(values),
                     unit="nats",
-                    spread=spread,
+                    spread=(min(values), max(values)),
                     emulated=False,
                 )
                 rows[row.case, metric] = row

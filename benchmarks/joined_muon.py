@@ -367,7 +367,7 @@ class Experiment:
         return Run(self._size, inner, way, jobs_of_way, steps, self._init, lr, seed)
 
     def _result(self, run: Run) -> Result | None:
-        """Return the result of a run: an earlier one, or train now; None if no time is left."""
+        """Return the stored result of a run; train it if there is none; None if no time is left."""
         if run not in self._results:
             kept = self._runs.of(run.key, lambda: train(run, *self._texts))
             if kept is None:
@@ -439,8 +439,12 @@ def cells(jobs_list: list[int], seeds: Iterable[int]) -> list[tuple[int, int]]:
 
         (2, 0) (4, 0) (2, 1) (4, 1)    (8, 0) (8, 1)
     """
-    first, later = jobs_list[:2], jobs_list[2:]
-    return [(jobs, seed) for part in (first, later) for seed in seeds for jobs in part]
+    seeds = list(seeds)
+    order: list[tuple[int, int]] = []
+    for numbers_of_jobs in (jobs_list[:2], jobs_list[2:]):
+        for seed in seeds:
+            order += [(jobs, seed) for jobs in numbers_of_jobs]
+    return order
 
 
 def main() -> int:

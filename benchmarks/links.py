@@ -94,8 +94,10 @@ def lab(repetitions: int) -> list[Row]:
     }
     rows = []
     for name, ending in endings.items():
-        chosen_rows = [[row for row in run if row.what.endswith(ending)] for run in runs]
-        errors = [max(abs(row.achieved / row.configured - 1) for row in run) for run in chosen_rows]
+        errors = []  # largest error of each repetition
+        for run in runs:
+            rates = [row for row in run if row.what.endswith(ending)]
+            errors.append(max(abs(row.achieved / row.configured - 1) for row in rates))
         rows.append(
             Row.median(
                 "lab",
@@ -106,8 +108,10 @@ def lab(repetitions: int) -> list[Row]:
                 target="<= 0.1",
             )
         )
-    trips = [[row for row in run if row.what == "round trip"] for run in runs]
-    errors = [max(map(_latency_error, run)) for run in trips]
+    errors = []
+    for run in runs:
+        round_trips = [row for row in run if row.what == "round trip"]
+        errors.append(max(map(_latency_error, round_trips)))
     rows.append(
         Row.median(
             "lab",

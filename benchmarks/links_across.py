@@ -46,7 +46,7 @@ LINK_FILES = "links_uplinks_2ms", "links_two_20ms", "links_two_80ms"
 
 
 def reduction(repetitions: int) -> list[Row]:
-    """Measure an all-reduce of 10 MiB over 2 + 2 + 2 nodes whose links are 4 : 4 : 1 and have 20 ms each."""
+    """Measure an all-reduce of 10 MiB over three clusters of 2 nodes; link rates are as 4 : 4 : 1."""
     return _reduction("reduction", "three_links_6", repetitions, ">= 1.3")
 
 

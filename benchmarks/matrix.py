@@ -134,9 +134,8 @@ def create_environment(row: Row, pip_arguments: list[str], slim: bool) -> Path:
     if row.torch:  # e.g. "torch==2.4.1"
         _create_with_own_torch(row, python, pip_arguments, slim)
     else:
-        _create_with_packages_only(
-            row, python
-        )  # torch is imported from the environment that runs this
+        # torch is imported from the environment that runs this program.
+        _create_with_packages_only(row, python)
     complete.touch()
     return python
 
@@ -165,9 +164,8 @@ def _create_with_own_torch(row: Row, python: Path, pip_arguments: list[str], sli
         into_folder = ["--no-deps", "--target", str(torchtitan_folder(row))]
         subprocess.run([*install, *into_folder, *row.torchtitan], check=True)
     extend_import_path(row, folder)
-    subprocess.run(
-        [python, "-c", "import torch"], check=True
-    )  # fails if torch was not installed well
+    # Fails if torch was not installed well.
+    subprocess.run([python, "-c", "import torch"], check=True)
 
 
 def _create_with_packages_only(row: Row, python: Path) -> None:
@@ -182,9 +180,8 @@ def _create_with_packages_only(row: Row, python: Path) -> None:
     """
     folder = environment_folder(row)
     subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
-    extend_import_path(
-        row, folder
-    )  # before pip runs: it needs the setuptools of the calling environment
+    # This comes before pip, which needs the setuptools of the calling environment.
+    extend_import_path(row, folder)
     if row.packages:
         install = [
             sys.executable,
@@ -519,21 +516,25 @@ def main() -> int:
         "lab": lambda row, python, _: lab(row, python, args.repetitions, args.lab),
     }
     parts = [part for part in args.parts.split(",") if part] or PARTS
-    if unknown := [part for part in parts if part not in makers]:
-        tell(f"matrix.py: no part {unknown[0]!r}; there are {', '.join(makers)}")
-        return 2
+    for part in parts:
+        if part not in makers:
+            tell(f"matrix.py: no part {part!r}; there are {', '.join(makers)}")
+            return 2
     before = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     about: dict[str, Any] = before.get("made", {})
-    figures, again = kept_rows(args.json), bool(args.cases or args.parts)
+    figures = kept_rows(args.json)
+    must_repeat = bool(args.cases or args.parts)  # also parts that have a result
     for name in chosen_cases(args.cases, ROWS):
-        row, record = ROWS[name], about.setdefault(name, {"parts": {}, "off": {}})
-        open_parts = [
-            part
-            for part in parts
-            if (again or part not in record["parts"]) and (part == "check" or getattr(row, part))
-        ]
-        if not open_parts or (lack := missing(row)):
-            tell(f"{name}: {'made' if not open_parts else f'left out: {lack}'}")
+        row = ROWS[name]
+        record = about.setdefault(name, {"parts": {}, "off": {}})
+        parts_of_row = [part for part in parts if part == "check" or getattr(row, part)]
+        open_parts = [part for part in parts_of_row if must_repeat or part not in record["parts"]]
+        if not open_parts:
+            tell(f"{name}: made")
+            continue
+        lack = missing(row)
+        if lack:
+            tell(f"{name}: left out: {lack}")
             continue
         existed = (environment_folder(row) / "made").exists()
         python = create_environment(row, shlex.split(args.pip), args.slim)

@@ -65,17 +65,17 @@ def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
         of_row.setdefault(figure.case, {})[figure.metric] = figure
     lines = [COLUMNS]
     for row in ROWS.values():
-        if row.name in of_row and (row.name in FEW if kind == "few" else row.kind == kind):
-            dates = about.get(row.name, {}).get("parts", {}).values()
-            name = _title(row.name) if kind == "few" else _name(row)
-            lines.append((name, *_cells(of_row[row.name]), min(dates, default="-")))
+        is_in_table = row.name in FEW if kind == "few" else row.kind == kind
+        if not is_in_table or row.name not in of_row:
+            continue
+        dates = about.get(row.name, {}).get("parts", {}).values()
+        name = _title(row.name) if kind == "few" else _name(row)
+        lines.append((name, *_cells(of_row[row.name]), min(dates, default="-")))
+    if len(lines) == 1:
+        return "None has been made yet."
     columns = [column for column in zip(*lines) if set(column[1:]) != {"-"}]
     head, *rest = (f"| {' | '.join(cells)} |" for cells in zip(*columns))
-    return (
-        "\n".join((head, "| --- " * len(columns) + "|", *rest))
-        if rest
-        else "None has been made yet."
-    )
+    return "\n".join((head, "| --- " * len(columns) + "|", *rest))
 
 
 def _name(row: Row) -> str:
@@ -92,9 +92,9 @@ def _name(row: Row) -> str:
 
 
 def _title(name: str) -> str:
-    """Return how docs/versions.md and docs/versions_tested.md call a row.
+    """Return the title of a row in docs/versions.md and docs/versions_tested.md.
 
-    That is its name, but for the few rows in TITLES, whose names would say too little to a reader.
+    It is the row's name, except for the few rows in TITLES, whose names would tell a reader too little.
     """
     return TITLES.get(name, name)
 
@@ -110,13 +110,12 @@ def _cells(figures: dict[str, Figure]) -> list[str]:
         """Return the value of a metric as text, or "-" if it was not measured."""
         return f"{figures[metric].value:g}" if metric in figures else "-"
 
-    named = {case: f"{case}, holmes : stock" for case in CASES}
-    ratios = [
-        f"{case} {figures[metric].value:.2f} x"
-        f"{' (cores busy)' if figures[metric].machine_was_busy else ''}"
-        for case, metric in named.items()
-        if metric in figures
-    ]
+    ratios = []
+    for case in CASES:
+        ratio = figures.get(f"{case}, holmes : stock")
+        if ratio is not None:
+            remark = " (cores busy)" if ratio.machine_was_busy else ""
+            ratios.append(f"{case} {ratio.value:.2f} x{remark}")
     differences = [
         figure.value
         for metric, figure in figures.items()

@@ -360,11 +360,10 @@ def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
     checkout = Checkout(source, folder)  # with GPT-2's vocabulary
     checkout.compile_adam()
     flags = ("--holmes", "--holmes-cluster", str(cluster_file))
+    without_feature = {"HOLMES_DISABLE": TIED_FEATURE}
     variants = [
         Variant("hierarchical", spec, order, flags=flags),
-        Variant(
-            "pairs", spec, order, flags=flags, env={"HOLMES_DISABLE": TIED_FEATURE}
-        ),  # without this feature
+        Variant("pairs", spec, order, flags=flags, env=without_feature),
     ]
     command = command_of(checkout, definition.micro_batches, len(order), steps)
     series = run_in_turns(
@@ -441,14 +440,12 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
         repetitions: Runs of each schedule and link.
         steps: Training steps of a run.
     """
-    forward_seconds = forward_s(
-        stage_links.HIDDEN, stage_links.SEQUENCE, stage_links.FLOPS
-    )  # of a transformer layer
+    # Of a transformer layer.
+    forward_seconds = forward_s(stage_links.HIDDEN, stage_links.SEQUENCE, stage_links.FLOPS)
     variants = []
     predicted = {}  # name of a variant -> seconds of a step
-    with (
-        tempfile.TemporaryDirectory() as directory
-    ):  # the runs read these files, so they end before it
+    # All runs read files in this folder, so they are inside of the block.
+    with tempfile.TemporaryDirectory() as directory:
         model_file = Path(directory, "model.toml")
         model_file.write_text(
             stage_links.MODEL_TOML.format(micro_batches=LINK_MICRO_BATCHES, flops=stage_links.FLOPS)
@@ -456,9 +453,8 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
         model = load_model(str(model_file))
         for link, rate in LINK_RATES.items():
             cluster_file = Path(directory, f"{link}.toml")
-            cluster_file.write_text(
-                stage_links.two(rate)
-            )  # two clusters of 2 nodes, with Ethernet of this rate
+            # Two clusters of 2 nodes, with Ethernet of this rate.
+            cluster_file.write_text(stage_links.two(rate))
             spec = load_spec(cluster_file)
             for schedule in ("holmes", "engine"):
                 # The value of --holmes-inflight for the schedule: "off" leaves it to the engine, DeepSpeed.

@@ -146,9 +146,8 @@ class Configuration:
     title: str  # its name in the results
     plans: dict[str, PartitionPlan]  # by method of partitioning
     variants: dict[tuple[int, ...], Variant]  # layers of each stage -> the run
-    again: (
-        Variant | None
-    )  # a second run of the first variant, to measure the noise; None: no such run
+    #: A second run of the first variant, to measure the noise; None: no such run.
+    again: Variant | None
     model: Model
 
 
@@ -664,18 +663,16 @@ def main() -> int:
     args = arguments.parse_args()
     title = "Partitions: measured and predicted (step times on the emulated accelerator)"
     if args.predict:
-        return finish(
-            predicted_anew(args.json), args.json, title
-        )  # on the machine that measured them
-    wanted = [text for text in args.cells.split(";") if text]
+        # To be called on the machine that measured the steps.
+        return finish(predicted_anew(args.json), args.json, title)
+    wanted = tuple(text for text in args.cells.split(";") if text)  # beginnings of titles
     rows: list[Row] = []
     for case in CASES:
-        configurations = [(name, count) for name in MODELS for count in case.micro_batches]
-        configurations = [
-            configuration
-            for configuration in configurations
-            if not wanted or any(title_of(case, *configuration).startswith(text) for text in wanted)
-        ]
+        configurations = []
+        for name in MODELS:
+            for count in case.micro_batches:
+                if not wanted or title_of(case, name, count).startswith(wanted):
+                    configurations.append((name, count))
         if configurations:
             rows += run_case(case, configurations, args.steps, args.skip)
     done = {row.case for row in rows}

@@ -281,7 +281,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Train a job, or serve, as the command line says."""
+    """Train a job; with --serve, run the server where jobs find each other instead."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--library", choices=("none", "holmes", "torchft", "hivemind"), required=True)

@@ -27,10 +27,11 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, permutations, product
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +41,7 @@ from harness import Row, chosen_cases, finish, parser, tell
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
+from holmes_ext.cluster.wan import Hop
 from holmes_ext.plan.arrange.spread import Stages, spread
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import load_model
@@ -51,6 +53,7 @@ from holmes_ext.planner.search.simulated import timed
 from holmes_ext.planner.search.space import Limits
 from holmes_ext.planner.search.spreading import with_spread
 from holmes_ext.samples import examples
+from holmes_ext.words import grouped
 
 CASES = {
     "datacenter_64": 0,
@@ -111,29 +114,32 @@ class Matrix:
             places = [
                 [node for node in site.nodes if node.cluster == name] for name in site.clusters
             ]
-        link = {}  # (index of a place, index of another or the same) -> (latency in s, rate in Gb/s)
-        for i, first in enumerate(places):
-            for j, second in enumerate(places):
-                fabric = site.shared_fabric([first[0].name, second[0].name])
-                hops = (
-                    site.wan.hops(first[0].cluster, second[0].cluster)
-                    if fabric.name == ETHERNET and i != j
-                    else ()
-                )
+        delays_s = []
+        rates = []
+        for i, place in enumerate(places):
+            delays_of_place = []
+            rates_of_place = []
+            for j, other_place in enumerate(places):
+                node, other_node = place[0], other_place[0]  # all nodes of a place have equal links
+                fabric = site.shared_fabric([node.name, other_node.name])
+                hops: tuple[Hop, ...] = ()
+                if fabric.name == ETHERNET and i != j:
+                    hops = site.wan.hops(node.cluster, other_node.cluster)
                 if places_are_nodes and i == j:  # between GPUs of a node
-                    link[i, j] = 0.0, nvlink_bps / 1e9
+                    delay_s = 0.0
+                    rate_bps = nvlink_bps
                 elif hops:  # between clusters, over wide-area links
-                    link[i, j] = (
-                        sum(hop.latency_s for hop in hops),
-                        min(hop.rate_bps for hop in hops) / 1e9,
-                    )
+                    delay_s = sum(hop.latency_s for hop in hops)
+                    rate_bps = min(hop.rate_bps for hop in hops)
                 else:
-                    link[i, j] = fabric.latency_s, fabric.rate_bps / 1e9
-        indices = range(len(places))
-        delay, rate = (
-            tuple(tuple(link[i, j][index] for j in indices) for i in indices) for index in (0, 1)
-        )
-        return cls(tuple(len(place) * site.processes for place in places), delay, rate)
+                    delay_s = fabric.latency_s
+                    rate_bps = fabric.rate_bps
+                delays_of_place.append(delay_s)
+                rates_of_place.append(rate_bps / 1e9)
+            delays_s.append(tuple(delays_of_place))
+            rates.append(tuple(rates_of_place))
+        units = tuple(len(place) * site.processes for place in places)
+        return cls(units, tuple(delays_s), tuple(rates))
 
     @cached_property
     def _memo(self) -> dict[object, float]:
@@ -167,15 +173,13 @@ class Matrix:
         if stage not in self._memo:
             # Seconds of both exchanges between GPUs of two places. A GPU's part of the gradients is
             # GRADIENTS gigabytes / (GPUs of the group), and rates are in Gb/s.
-            seconds = {
-                (u, v): 2 * (self.delay_s[u][v] + GRADIENTS * 8 / (self.rate[u][v] * len(stage)))
-                for u in set(stage)
-                for v in set(stage)
-            }
+            seconds = {}
+            for u, v in product(set(stage), repeat=2):
+                exchange_s = self.delay_s[u][v] + GRADIENTS * 8 / (self.rate[u][v] * len(stage))
+                seconds[u, v] = 2 * exchange_s
             # A GPU does not send to itself: the sum has one exchange too many inside its place.
-            self._memo[stage] = max(
-                sum(seconds[u, v] for v in stage) - seconds[u, u] for u in set(stage)
-            )
+            gpu_s = [sum(seconds[u, v] for v in stage) - seconds[u, u] for u in set(stage)]
+            self._memo[stage] = max(gpu_s)
         return self._memo[stage]
 
     def stage_link(self, left: Sequence[int], right: Sequence[int]) -> float:
@@ -262,11 +266,12 @@ class Matrix:
         ]
         group_s = {filling: self.data(filling) for filling in fillings}
         # Every place is used by some stage, at best in its fastest group.
-        least_group_s = max(
-            min(group_s[filling] for filling in fillings if place in filling) for place in places
-        )
+        least_group_s = 0.0
+        for place in places:
+            fastest_s = min(group_s[filling] for filling in fillings if place in filling)
+            least_group_s = max(least_group_s, fastest_s)
         # Possible times of a link between stages.
-        link_times = sorted({self.pair[u][v] for u in places for v in places})
+        link_times = sorted({seconds for row in self.pair for seconds in row})
         # For each time of a link (`limit`), a list of pairs (slow_links, group_s). If so many links
         # between stages take more than `limit`, some group takes at least group_s seconds.
         bounds_of = [self.slow_link_bounds(limit, fillings, group_s) for limit in link_times[:-1]]
@@ -307,12 +312,7 @@ class Matrix:
             group_s: Possible stage -> seconds of its data-parallel group.
         """
         indices = range(len(self.units))
-        component = list(indices)  # place -> representative of its connected component
-        for u in indices:
-            for v in indices:
-                if u != v and self.pair[u][v] <= limit and component[u] != component[v]:
-                    old, new = component[v], component[u]
-                    component = [new if root == old else root for root in component]
+        component = self._components(limit)
         alone = [
             u for u in indices if self.pair[u][u] > limit and component.count(component[u]) == 1
         ]
@@ -320,34 +320,40 @@ class Matrix:
         # up) force as many stage links beyond it.
         forced = -(-sum(self.units[u] for u in alone) * STAGES // sum(self.units))
         forced = min(forced, STAGES - 1)
-        total = {
-            root: sum(self.units[u] for u in indices if component[u] == root)
-            for root in set(component)
-        }
-        # For each filling: seconds of its group, and pairs (component, number of its GPUs).
-        counted = [
-            (
-                group_s[filling],
-                [(root, sum(component[u] == root for u in filling)) for root in total],
-            )
-            for filling in fillings
-        ]
+        gpus_of_component: Counter[int] = Counter()
+        for u in indices:
+            gpus_of_component[component[u]] += self.units[u]
+        # For each filling: the number of its GPUs in each component.
+        fillings_by_component = [Counter(component[u] for u in filling) for filling in fillings]
         bounds = []
         for slow_links in range(forced, STAGES):
             # At least so many consecutive stages have no slow link between them (rounded up). A fast
             # link joins two stages with equally many GPUs in each component, so each of these stages
             # has the same number of a component's GPUs: at most the component's GPUs / `run`.
             run = -(-STAGES // (slow_links + 1))
-            possible = [
-                seconds
-                for seconds, counts in counted
-                if all(count <= total[root] // run for root, count in counts)
-            ]
+            possible = []  # seconds of the groups of these stages
+            for filling, gpus_in in zip(fillings, fillings_by_component):
+                if all(count <= gpus_of_component[root] // run for root, count in gpus_in.items()):
+                    possible.append(group_s[filling])
             if forced:  # the bound on the group is left at 0, which is always true
                 bounds.append(SlowLinkBound(0.0, slow_links))
             elif possible:
                 bounds.append(SlowLinkBound(min(possible), slow_links))
         return bounds
+
+    def _components(self, limit: float) -> list[int]:
+        """Return for each place the number of its component.
+
+        Places are in the same component if links of at most `limit` seconds connect them, directly or
+        over other places.
+        """
+        places = range(len(self.units))
+        component = list(places)
+        for u, v in permutations(places, 2):
+            if self.pair[u][v] <= limit and component[u] != component[v]:
+                merged = component[v]
+                component = [component[u] if number == merged else number for number in component]
+        return component
 
 
 def plan_with_holmes(site: Site, links: Links) -> tuple[SearchResult, float]:
@@ -403,20 +409,34 @@ def simulate_step_s(result: SearchResult, groups: list[list[int]], matrix: Matri
         matrix: Latencies and rates between the locations of the GPUs. Here a location is a cluster,
             and `units` has the number of GPUs of each.
     """
-    network, best = result.network, result.best
-    place = [index for index, count in enumerate(matrix.units) for _ in range(count)]  # of each GPU
-    # GPUs of each stage. Ranks at the same position of two neighbouring stages exchange
-    # activations, so the order inside a stage decides the pairs.
-    columns = [list(groups[0])]
+    network = result.network
+    best = result.best
+    place_of_gpu = _places_of_gpus(matrix)
+    # GPUs of all stages, stage by stage. Ranks at the same position of two neighbouring stages
+    # exchange activations, so the order inside a stage decides the pairs.
+    ordered_gpus = list(groups[0])
+    previous_stage = groups[0]
     for group in groups[1:]:
-        left, column = list(group), []
-        for before in columns[-1]:
-            column.append(min(left, key=lambda gpu: matrix.pair[place[before]][place[gpu]]))  # noqa: B023
-            left.remove(column[-1])
-        columns.append(column)
-    nodes = [network.site.nodes[gpu].name for column in columns for gpu in column]
+        free_gpus = list(group)
+        stage = []
+        for gpu in previous_stage:
+            seconds_to_place = matrix.pair[place_of_gpu[gpu]]
+            nearest = min(free_gpus, key=lambda free: seconds_to_place[place_of_gpu[free]])  # noqa: B023
+            free_gpus.remove(nearest)
+            stage.append(nearest)
+        ordered_gpus += stage
+        previous_stage = stage
+    nodes = [network.site.nodes[gpu].name for gpu in ordered_gpus]
     placement = network.placement(nodes, best.placement.sizes)
     return timed(result, result.candidate(best.shape, placement, best.split)).simulated_s
+
+
+def _places_of_gpus(matrix: Matrix) -> list[int]:
+    """Return the index of the place of each GPU: GPUs are numbered place by place."""
+    places: list[int] = []
+    for place, gpus in enumerate(matrix.units):
+        places += [place] * gpus
+    return places
 
 
 def search_with_dtfm(folder: Path, case: int, seed: int, trials: int) -> dict:
@@ -474,7 +494,8 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
     site = site_from_spec(spec)
     links = Links.of_spec(spec)
     case = CASES[name]
-    matrix = Matrix.of(site, spec.clusters[0].accelerator.link_bps if site.processes > 1 else 0.0)
+    nvlink_bps = spec.clusters[0].accelerator.link_bps if site.processes > 1 else 0.0
+    matrix = Matrix.of(site, nvlink_bps)
     begin = time.process_time()
     stages, cost = spread(matrix.units, STAGES, matrix.cost, TRIES)
     seconds = time.process_time() - begin
@@ -482,12 +503,11 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
     dtfm = []
     if folder:
         dtfm = [search_with_dtfm(folder, case, seed, trials) for seed in seeds]
-    place = [index for index, count in enumerate(matrix.units) for _ in range(count)]
-    free = {
-        index: [gpu for gpu, gpu_place in enumerate(place) if gpu_place == index]
-        for index in set(place)
-    }
-    ours = [[free[index].pop() for index in stage] for stage in stages]
+    place_of_gpu = _places_of_gpus(matrix)
+    free_gpus = grouped((place, gpu) for gpu, place in enumerate(place_of_gpu))
+    ours = []  # GPUs of each stage
+    for stage in stages:
+        ours.append([free_gpus[place].pop() for place in stage])
     rows = []
 
     def row(metric: str, values: list[float], unit: str, target: str = "") -> None:
@@ -508,13 +528,13 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
     row("seconds: ours", [seconds], "s", limit or "<= 1")
     row("gap to a lower bound", [max(0.0, 1 - least / cost)], "fraction")
     result, seconds = plan_with_holmes(site, links)
-    by_place = tuple(
-        tuple(sorted(place[gpu] for gpu in group)) for group in gpus_of_stages(result, result.best)
-    )
+    places_of_stages = []
+    for group in gpus_of_stages(result, result.best):
+        places_of_stages.append(tuple(sorted(place_of_gpu[gpu] for gpu in group)))
     row("holmes plan: simulated step", [result.best.step_s], "s")
     row("holmes plan: optimality gap", [result.optimality_gap.gap], "fraction")
     row("holmes plan: seconds", [seconds], "s")
-    row("holmes plan: DT-FM's objective", [matrix.cost(by_place)], "s")
+    row("holmes plan: DT-FM's objective", [matrix.cost(tuple(places_of_stages))], "s")
     if site.processes == 1:
         row(
             "simulated step of ours by DT-FM's objective",
@@ -543,9 +563,11 @@ def main() -> int:
         "--trials", type=int, default=4900, help="of DT-FM's search (4900: as in its own code)"
     )
     arguments.add_argument("--seeds", default="0", metavar="N,...", help="of DT-FM's search")
-    args, rows = arguments.parse_args(), []
+    args = arguments.parse_args()
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    rows = []
     for name in chosen_cases(args.cases, CASES):
-        rows += measure(name, args.dtfm, [int(seed) for seed in args.seeds.split(",")], args.trials)
+        rows += measure(name, args.dtfm, seeds, args.trials)
         tell(f"{name}: done")
     return finish(rows, args.json, "stages of 64 GPUs on DT-FM's link matrices")
 

@@ -31,7 +31,8 @@ def main() -> None:
     groups (GPUs of each stage) are read from stdin. `config` and `scheduler` are modules of DT-FM
     in FOLDER. DT-FM chose the names of their functions and parameters (`trails` means trials).
     """
-    folder, case = sys.argv[1], int(sys.argv[2])
+    folder = sys.argv[1]
+    case = int(sys.argv[2])
     sys.path.insert(0, folder)
     import config
     import numpy
@@ -48,23 +49,28 @@ def main() -> None:
         # also prints, which is suppressed here.
         scheduler.peer_delay, scheduler.peer_bandwidth, scheduler.regions = simulate[0]()
     if sys.argv[3] == "check":
-        groups, answer = json.loads(sys.stdin.read()), {}
+        groups = json.loads(sys.stdin.read())
+        answer = {}
     else:
         random.seed(int(sys.argv[3]))
         numpy.random.seed(int(sys.argv[3]))
         trials = int(sys.argv[4]) if len(sys.argv) > 4 else DTFM_TRIALS
-        begin, cpu = time.monotonic(), time.process_time()
+        begin_s = time.monotonic()
+        begin_cpu_s = time.process_time()
         # The genetic algorithm of DT-FM. An individual lists all GPUs, stage after stage.
         population, costs, _ = scheduler.GCMA(
             list(range(scheduler.num_devices)), population_size=100, trails=trials, mode="default"
         )
         answer = {
-            "seconds": time.monotonic() - begin,
-            "cpu_seconds": time.process_time() - cpu,
+            "seconds": time.monotonic() - begin_s,
+            "cpu_seconds": time.process_time() - begin_cpu_s,
             "trials": trials,
         }
-        best, size = population[int(numpy.argmin(costs))], scheduler.partition_size
-        groups = [[int(gpu) for gpu in best[at : at + size]] for at in range(0, len(best), size)]
+        best = population[int(numpy.argmin(costs))]
+        size = scheduler.partition_size  # GPUs of a stage
+        groups = []
+        for start in range(0, len(best), size):
+            groups.append([int(gpu) for gpu in best[start : start + size]])
     data = float(scheduler.compute_data_parallel_cost(groups))
     # `path`: the order of the stages in the pipeline.
     pipeline, path, _ = scheduler.compute_pipeline_parallel_cost(groups)

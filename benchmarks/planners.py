@@ -65,7 +65,7 @@ CUT = 3
 
 
 class FoundPlans(NamedTuple):
-    """Plans of a planner for a case, each with its simulated step."""
+    """Result of a planner for one case: its plans, each with the simulated step time."""
 
     plans: list[tuple[Grid, judge.SimulatedPlan]]  # one, or all random plans
     search_s: float  # CPU seconds of the search
@@ -204,7 +204,7 @@ def ask(table: Table, case: Case, planner: str, args) -> None:
 
 
 def judge_again(table: Table, case: Case) -> None:
-    """Simulate all plans of the results file again, with new random plans."""
+    """Simulate all plans of a case again and replace their step times. The random plans are drawn anew."""
     for planner, note in table.notes.get(case.name, {}).items():
         if NONE not in note:
             steps = [judge.simulate_plan(case, judge.grid_of(note)).step_s]
@@ -216,10 +216,10 @@ def judge_again(table: Table, case: Case) -> None:
 
 
 def in_turns(table: Table, cases: list[Case]) -> Iterator[tuple[Case, list[str]]]:
-    """Yield pairs (case, planners). The planners' plans run next on emulated clusters.
+    """Yield pairs (case, planners) in the order in which these planners' plans run on emulated clusters.
 
-    The plans run in four turns over all cases, so that the important ones run first if the time is short:
-    holmes, the best of the other planners, the plan that a person would type, and then all others.
+    There are four turns over all cases: for holmes, for the best of the other planners, for the plan
+    that a person would type, and for all others. So the most important plans run even if time is short.
     """
     for turn in ("holmes", "best other", "typed", "all others"):
         for case in cases:

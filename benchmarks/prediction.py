@@ -248,7 +248,7 @@ class Measured:
 
     @classmethod
     def load(cls, path: Path) -> Measured:
-        """Return the measurements in a store, or none if the file does not exist."""
+        """Return the measurements in a results file; without the file, an object without measurements."""
         return cls(**json.loads(path.read_text())) if path.exists() else cls()
 
     def knows(self, case: Case) -> bool:
@@ -256,7 +256,7 @@ class Measured:
         return case.name in self.steps and case.file in self.hosts
 
     def links(self, file: str) -> Links:
-        """Return the measured links of a cluster file, with the CPU time to send a byte."""
+        """Return the measured links of a cluster file's networks, and the CPU time to send a byte."""
         if file not in self.hosts:  # which are measured after the probe
             return Links()
         links = Links.of_spec(parse_spec(self.probes[file]))
@@ -401,19 +401,16 @@ def predict(case: Case, links: Links, overhead: Overheads) -> float:
     costs = even_costs(
         forward, layers=case.layers, stages=case.stages, micro_batches=case.micro_batches
     )
+    bucket_bytes = 0
+    if "--bucket-mb" in case.flags:
+        megabytes = case.flags[case.flags.index("--bucket-mb") + 1]
+        bucket_bytes = int(float(megabytes) * 1e6)
     execution = Execution(
         engine=TRAITS[case.engine],
         virtual=case.virtual,
         stage_layers=case.layers_of,
         overlap=case.overlap,
-        bucket_bytes=next(
-            (
-                int(float(case.flags[i + 1]) * 1e6)
-                for i, text in enumerate(case.flags)
-                if text == "--bucket-mb"
-            ),
-            0,
-        ),
+        bucket_bytes=bucket_bytes,
         hierarchical=case.hierarchical,
         direct=True,
         zero=case.zero,
@@ -527,26 +524,22 @@ def lab_rows(cases: list[Case], measured: Measured) -> list[Row]:
     Rows with the median and the worst error over all cases follow, if at least 24 cases are chosen:
     the targets are for the whole set, not for a few cases.
     """
-    rows, errors = [], []
-    known = {engine: calibrate(engine, measured) for engine in {case.engine for case in cases}}
-    for engine, (of_block, of_parameter, of_step) in sorted(known.items()):
-        for name, value, unit in (
-            ("block's forward or backward", of_block, "s"),
-            ("parameter", of_parameter, "s"),
-            ("step", of_step, "s"),
+    rows = []
+    errors = []
+    overheads_of = {}  # engine -> CPU seconds of its code
+    for engine in sorted({case.engine for case in cases}):
+        of_block, of_parameter, of_step = overheads_of[engine] = calibrate(engine, measured)
+        for name, value in (
+            ("block's forward or backward", of_block),
+            ("parameter", of_parameter),
+            ("step", of_step),
         ):
-            rows.append(
-                Row.median(
-                    "calibration",
-                    f"{engine}: CPU time of a {name}",
-                    [value],
-                    unit=unit,
-                    emulated=True,
-                )
-            )
+            metric = f"{engine}: CPU time of a {name}"
+            rows.append(Row.median("calibration", metric, [value], unit="s", emulated=True))
     for case in cases:
-        links, steps = measured.links(case.file), measured.steps[case.name]
-        median, predicted = statistics.median(steps), predict(case, links, known[case.engine])
+        steps = measured.steps[case.name]
+        median = statistics.median(steps)
+        predicted = predict(case, measured.links(case.file), overheads_of[case.engine])
         rows += step_rows(case.name, median, (min(steps), max(steps)), predicted)
         error = predicted / median - 1
         errors.append(abs(error))
@@ -608,20 +601,15 @@ def main() -> int:
     )
     args = arguments.parse_args()
     wanted = [name for name in args.cases.split(",") if name]
-    unknown = [
-        name
-        for name in wanted
-        if name not in ("paper", "recorded")
-        and not any(case.name.startswith(name) for case in CASES)
-    ]
-    if unknown:
-        known = ", ".join(case.name for case in CASES)
-        tell(f"prediction.py: no case {unknown[0]!r}; there are paper, recorded, {known}")
-        return 2
+    for name in wanted:
+        is_known = any(case.name.startswith(name) for case in CASES)
+        if not is_known and name not in ("paper", "recorded"):
+            known = ", ".join(case.name for case in CASES)
+            tell(f"prediction.py: no case {name!r}; there are paper, recorded, {known}")
+            return 2
     measured = Measured.load(args.store)
-    cases = [
-        case for case in CASES if not wanted or any(case.name.startswith(name) for name in wanted)
-    ]
+    # The wanted names are beginnings of cases' names.
+    cases = [case for case in CASES if not wanted or case.name.startswith(tuple(wanted))]
     if not args.predict:
         assert os.cpu_count() == CORES or not cases, (
             f"CORES is {CORES}, this machine has {os.cpu_count()}"
@@ -632,8 +620,10 @@ def main() -> int:
     unknown_engines = {case.engine for case in CALIBRATION if not measured.knows(case)}
     cases = [case for case in cases if measured.knows(case) and case.engine not in unknown_engines]
     rows = lab_rows(cases, measured) if cases else []
-    rows += recorded_rows(sys.modules[__name__]) if not wanted or "recorded" in wanted else []
-    rows += paper_rows() if not wanted or "paper" in wanted else []
+    if not wanted or "recorded" in wanted:
+        rows += recorded_rows(sys.modules[__name__])
+    if not wanted or "paper" in wanted:
+        rows += paper_rows()
     return finish(rows, args.json, "Predicted against measured steps")
 
 

@@ -104,10 +104,10 @@ def main() -> int:
     wanted = [name for name in args.cases.split(",") if name]
     cases = [case for case in CASES if not wanted or any(name in case.name for name in wanted)]
     if not args.predict:
-        engines, until = {case.engine for case in cases}, time.monotonic() + args.within
-        prediction.measure_missing(
-            [case for case in CALIBRATION if case.engine in engines], measured, args.store, until
-        )
+        until = time.monotonic() + args.within
+        engines = {case.engine for case in cases}
+        first = [case for case in CALIBRATION if case.engine in engines]
+        prediction.measure_missing(first, measured, args.store, until)
         prediction.measure_missing(cases, measured, args.store, until, args.runs)
     missing = {case.engine for case in CALIBRATION if not measured.knows(case)}
     cases = [case for case in cases if measured.knows(case) and case.engine not in missing]
@@ -116,18 +116,17 @@ def main() -> int:
         return 2
     rows = prediction.lab_rows(cases, measured)
     errors = [abs(row.value) for row in rows if row.metric == "error"]
-    what, spread = f"{len(errors)} cases with links", (min(errors), max(errors))
     for metric, value, target in (
         ("median", statistics.median(errors), "<= 0.03"),
         ("worst", max(errors), "<= 0.1"),
     ):
         rows.append(
             Row.of(
-                what,
+                f"{len(errors)} cases with links",
                 f"{metric} error",
                 value,
                 unit="of the measured",
-                spread=spread,
+                spread=(min(errors), max(errors)),
                 emulated=True,
                 target=target,
             )

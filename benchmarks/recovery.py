@@ -309,9 +309,8 @@ def measure(name: str, args: Any, runs: Runs) -> list[Row]:
     rows = []
     for version, measured in recoveries.items():
         for phase in measured[0] if measured else ():
-            has_target = (
-                CASES[name].has_target and not version
-            )  # only the current code has a target
+            is_current_code = not version  # the older version has no target
+            has_target = is_current_code and CASES[name].has_target
             target = TARGET if phase == TOTAL and has_target else ""
             for position, unit in enumerate(("s", "CPU s")):
                 values = [phases[phase][position] for phases in measured if phase in phases]

@@ -167,9 +167,13 @@ def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, S
         The plans of the schedules of holmes, and the measurements of all schedules, by name.
     """
     problem, candidates = plans(engine.framework)
-    spec, model, variants = parse_spec(SITE), problem.model, []
-    cluster, config, stock_flags = folder / "cluster.toml", folder / "ds_config.json", engine.flags
+    spec = parse_spec(SITE)
+    model = problem.model
+    variants = []
+    cluster = folder / "cluster.toml"
     cluster.write_text(SITE)
+    config = folder / "ds_config.json"
+    stock_flags = engine.flags
     for name, candidate in candidates.items():
         plan = folder / f"{len(variants)}.json"
         plan_of(problem, candidate, Options(schedule="auto")).save(str(plan))
@@ -184,25 +188,22 @@ def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, S
         if launch.config:
             config.write_text(json.dumps(launch.config))
             stock_flags = ("--deepspeed_config", str(config))
-        flags = (str(config) if flag == "ds_config.json" else flag for flag in launch.flags)
+        path_of_word = {"ds_config.json": str(config)}
+        flags = [path_of_word.get(flag, flag) for flag in launch.flags]
         variants.append(Variant(name, spec, interleave(spec), flags=(*engine.flags, *flags)))
-    nodes = tuple(
-        node.name for node in problem.network.site.nodes
-    )  # stock's are in the plan's order
+    # Without holmes, the launcher lists the nodes in the plan's order.
+    nodes = tuple(node.name for node in problem.network.site.nodes)
     variants.append(Variant(STOCK, spec, nodes, flags=stock_flags))
-    size = [
-        "--layers",
-        model.layers,
-        "--hidden",
-        model.hidden,
-        "--heads",
-        model.heads,
-        "--sequence",
-        model.sequence,
-        engine.stages,
-        STAGES,
-    ]
-    script = [str(examples() / engine.folder / "train.py"), *map(str, size)]
+    sizes = {
+        "--layers": model.layers,
+        "--hidden": model.hidden,
+        "--heads": model.heads,
+        "--sequence": model.sequence,
+        engine.stages: STAGES,
+    }
+    script = [str(examples() / engine.folder / "train.py")]
+    for flag, value in sizes.items():
+        script += [flag, str(value)]
     accelerator = {
         "flops": model.gpu.flops,
         "classes": ["Block"],

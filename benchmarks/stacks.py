@@ -10,6 +10,7 @@ transformers' Trainer and Lightning, which are installed in `.venv`.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
 from collections.abc import Callable
@@ -84,7 +85,8 @@ def run(
     Returns:
         Name of a variant -> its step times and losses.
     """
-    total, started = args.repetitions * len(variants), iter(range(1, 1000))
+    total = args.repetitions * len(variants)
+    run_numbers = itertools.count(1)
     return compare(
         variants,
         script,
@@ -93,7 +95,7 @@ def run(
         skip=3,
         preload=args.preload,
         accelerator={"flops": flops, "classes": [classes]},
-        on_run=lambda name, _: tell(f"{case}: run {next(started)} of {total}: {name}"),
+        on_run=lambda name, _: tell(f"{case}: run {next(run_numbers)} of {total}: {name}"),
     )
 
 
@@ -208,24 +210,27 @@ def one_cluster(args) -> list[Row]:
     variants, without and with holmes, must use that network. By itself gloo would choose Ethernet,
     so the variant without holmes sets gloo's environment variable for the NIC.
     """
-    case, fast_cluster = "one cluster", all_rdma(load_spec(CLUSTERS))
-    order, use_fast_nic = fast_cluster.order, fast_cluster.env
+    case = "one cluster"
+    fast_cluster = all_rdma(load_spec(CLUSTERS))
+    order = fast_cluster.order
+    ddp = ("--stack", "ddp")
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "one.toml")
         file.write_text(one_cluster_toml(fast_cluster.spec))
-        spec, ddp = load_spec(file), ("--stack", "ddp")
-        flags = (*ddp, "--holmes", "--holmes-cluster", str(file))
-        stock, again = (
-            Variant(name, spec, order, flags=ddp, env=use_fast_nic)
-            for name in ("stock", "stock again")
-        )
-        variants = [stock, Variant("holmes", spec, order, flags=flags), again]
+        spec = load_spec(file)
+        stock = Variant("stock", spec, order, flags=ddp, env=fast_cluster.env)
+        holmes_flags = (*ddp, "--holmes", "--holmes-cluster", str(file))
+        variants = [
+            stock,
+            Variant("holmes", spec, order, flags=holmes_flags),
+            replace(stock, name="stock again"),
+        ]
         series = run(
             case, variants, [str(JOB), *MODEL], classes="GPT2Block", flops=DDP_FLOPS, args=args
         )
-    cost, noise = (
-        series[name].median / series["stock"].median - 1 for name in ("holmes", "stock again")
-    )
+    stock_s = series["stock"].median
+    cost = series["holmes"].median / stock_s - 1
+    noise = series["stock again"].median / stock_s - 1
     return [
         Row.median(
             case,
@@ -301,7 +306,7 @@ def predicted_collective_rows(case: str, series: dict[str, Series]) -> list[Row]
 
 
 def _seconds(series: Series, words: str) -> float:
-    """Return the number before " s of " in the printed line that contains the words."""
+    """Return the number before " s of " in the line of a job's output that contains `words`."""
     line = next(line for line in series.lines if words in line)
     return float(line.partition(" s of ")[0].rpartition(", ")[2])
 
@@ -437,14 +442,12 @@ def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
     site = site_from_spec(spec)
     sizes = Sizes(pipeline=stages, order=PIPELINES_FIRST).complete(site.world_size)
     order = [node.name for node in site.nodes]
-    unlimited_bps = 1e15
-    site_without_reduction_time = replace(
-        site,
-        fabrics=tuple(
-            replace(fabric, rate_bps=unlimited_bps) if fabric.name == ETHERNET else fabric
-            for fabric in site.fabrics
-        ),
-    )
+    fabrics = []
+    for fabric in site.fabrics:
+        if fabric.name == ETHERNET:
+            fabric = replace(fabric, rate_bps=1e15)  # practically unlimited
+        fabrics.append(fabric)
+    site_without_reduction_time = replace(site, fabrics=tuple(fabrics))
     layers, hidden, micro_batches = 16, PIPELINE_HIDDEN, 8  # as in PIPELINE_MODEL
     gpt = Model(
         layers=layers,

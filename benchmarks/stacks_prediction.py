@@ -71,7 +71,7 @@ class Networks:
 
     @classmethod
     def load(cls) -> Networks:
-        """Return the measurements in the store, or none if it does not exist."""
+        """Return the measurements in the store; without the file, an object without measurements."""
         return cls(**json.loads(STORE.read_text())) if STORE.exists() else cls()
 
     def links(self, name: str) -> Links:

@@ -298,18 +298,19 @@ def _ratios(
         exposed: The same key -> seconds of a step for which a rank waits for its neighbours.
     """
     if len(case.stage_links) == 1:  # the cost of holmes if nothing must be hidden
-        engine, again = series["engine, as it is"], series["again, as it is"]
+        engine = series["engine, as it is"]
+        again = series["again, as it is"]
         ours = series["holmes, as it is"]
-        both = statistics.median([*engine.medians, *again.medians])
-        pairs = [
-            2 * a / (b + c) - 1 for a, b, c in zip(ours.medians, engine.medians, again.medians)
-        ]
+        engine_s = statistics.median([*engine.medians, *again.medians])
+        costs = []  # of each repetition, compared with the mean of both runs of the engine
+        for ours_s, first_s, again_s in zip(ours.medians, engine.medians, again.medians):
+            costs.append(2 * ours_s / (first_s + again_s) - 1)
         cost = Row.of(
             name,
             "what holmes's stage links add to a step",
-            ours.median / both - 1,
+            ours.median / engine_s - 1,
             unit="of a step",
-            spread=(min(pairs), max(pairs)),
+            spread=(min(costs), max(costs)),
             emulated=True,
             target="<= 0.005",
             busy=max(engine.busy, again.busy, ours.busy),
@@ -321,34 +322,22 @@ def _ratios(
             Row.median(name, "A/A difference (noise)", [noise], unit="of a step", emulated=True),
             loss_row(name, difference),
         ]
-    rows = [
-        ratio_row(
-            name,
-            f"{how}: slow stage link : free stage link",
-            series[f"{how}, slow"],
-            series[f"{how}, free"],
-            target=case.target if how == "holmes" else "",
-        )
-        for how in ("holmes", "engine")
-    ]
-    others = [how for how in ("engine", "own") if f"{how}, slow" in series]
-    rows += [
-        ratio_row(
-            name,
-            f"slow stage link, {how} : holmes",
-            series[f"{how}, slow"],
-            series["holmes, slow"],
-            target="",
-        )
-        for how in others
-    ]
-    extra = {how: exposed[f"{how}, slow"] - exposed[f"{how}, free"] for how in ("holmes", "engine")}
-    rows += [
-        Row.median(
-            name, f"exposed by the slow stage link, {how}", [extra[how]], unit="s", emulated=True
-        )
-        for how in extra
-    ]
+    rows = []
+    for schedule, target in (("holmes", case.target), ("engine", "")):
+        slow = series[f"{schedule}, slow"]
+        free = series[f"{schedule}, free"]
+        metric = f"{schedule}: slow stage link : free stage link"
+        rows.append(ratio_row(name, metric, slow, free, target=target))
+    others = [schedule for schedule in ("engine", "own") if f"{schedule}, slow" in series]
+    for schedule in others:
+        slow = series[f"{schedule}, slow"]
+        metric = f"slow stage link, {schedule} : holmes"
+        rows.append(ratio_row(name, metric, slow, series["holmes, slow"], target=""))
+    extra = {}  # schedule -> seconds of a step that the slow link adds to the wait for neighbours
+    for schedule in ("holmes", "engine"):
+        extra[schedule] = exposed[f"{schedule}, slow"] - exposed[f"{schedule}, free"]
+        metric = f"exposed by the slow stage link, {schedule}"
+        rows.append(Row.median(name, metric, [extra[schedule]], unit="s", emulated=True))
     rows.append(
         Row.median(
             name,
@@ -360,12 +349,10 @@ def _ratios(
         )
     )
     difference = max(
-        max_loss_difference(series[f"{how}, slow"], series["holmes, slow"]) for how in others
+        max_loss_difference(series[f"{schedule}, slow"], series["holmes, slow"])
+        for schedule in others
     )
-    return [
-        *rows,
-        loss_row(name, difference),
-    ]
+    return [*rows, loss_row(name, difference)]
 
 
 # --------------------------------------------------------------------------- prediction

@@ -43,28 +43,32 @@ def case(seed: int) -> StageCosts:
     block_spread = rng.choice((0.0, 0.1, 0.1, 0.5))  # by which blocks differ from the mean
     slowness = [rng.choice((1.0, 1.2, 1.5, 2.0)) for _ in range(clusters)]  # of a cluster's GPUs
     blocks = [rng.uniform(1 - block_spread, 1 + block_spread) for _ in range(LAYERS)]
-    # Slowness -> seconds of the forward passes: a short embedding, and an output layer of up to two
-    # blocks.
-    rows = {
-        factor: (0.1 * factor, *(factor * block for block in blocks), rng.uniform(0, 2) * factor)
-        for factor in set(slowness)
-    }
+    forward_s_of = {}  # slowness -> seconds of the forward pass of each layer
+    for factor in set(slowness):
+        embedding_s = 0.1 * factor
+        blocks_s = [factor * block for block in blocks]
+        output_s = rng.uniform(0, 2) * factor  # up to two blocks
+        forward_s_of[factor] = (embedding_s, *blocks_s, output_s)
     cluster_of = [stage * clusters // STAGES for stage in range(STAGES)]  # by stage
     slowness_of = [slowness[cluster] for cluster in cluster_of]
     if rng.random() < 0.3:
         # Fast and slow GPUs alternate at random. The times of reductions need not fit to them: the
         # partition treats both as independent numbers.
         rng.shuffle(slowness_of)
-    fast_link, slow_link = 0.01, rng.choice((0.01, 0.1, 0.5, 2.0, 5.0))
-    # To the next stage. About a quarter of the links are slow.
-    stage_links = [
-        rng.choice((fast_link, slow_link)) if rng.random() < 0.5 else fast_link
-        for _ in range(STAGES)
-    ]
+    fast_link = 0.01
+    slow_link = rng.choice((0.01, 0.1, 0.5, 2.0, 5.0))
+    stage_links = []  # to the next stage; about a quarter of the links are slow
+    for _ in range(STAGES):
+        stage_link = fast_link
+        if rng.random() < 0.5:
+            stage_link = rng.choice((fast_link, slow_link))
+        stage_links.append(stage_link)
     reduction = [rng.choice((0.1, 2.0, 10.0)) for _ in range(clusters)]  # of a layer's gradients
+    forward_s = [forward_s_of[factor] for factor in slowness_of]  # by stage
+    backward_s = [tuple(2 * seconds for seconds in of_layers) for of_layers in forward_s]
     return StageCosts(
-        forward_s=tuple(rows[factor] for factor in slowness_of),
-        backward_s=tuple(tuple(2 * seconds for seconds in rows[factor]) for factor in slowness_of),
+        forward_s=tuple(forward_s),
+        backward_s=tuple(backward_s),
         reduction_s=tuple((reduction[cluster],) * COLUMNS for cluster in cluster_of),
         transfer_s=tuple((stage_link,) * COLUMNS for stage_link in stage_links),
         micro_batches=rng.choice((8, 64, 128, 512)),

@@ -231,7 +231,8 @@ def rank0_main(world: int) -> None:
     # The store has a connection (a file) for each rank.
     _soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-    port, request = 29500, PlanRequest(Options(), Sizes(pipeline=4, tensor=8))
+    port = 29500
+    request = PlanRequest(Options(), Sizes(pipeline=4, tensor=8))
 
     def decide(reports, nodes):
         """Return the message of rank 0 to all ranks: the site, the plan, and lines for the user.
@@ -251,14 +252,16 @@ def rank0_main(world: int) -> None:
     store = connect(process(0, world, port), TIMEOUT_S, is_host=True)
     for ranks in processes:
         assert ranks.output.readline() == "ready\n"
-    before, begin = loopback_bytes(), time.monotonic()
+    before = loopback_bytes()
+    begin = time.monotonic()
     for ranks in processes:
         print(file=ranks.commands, flush=True)  # they exchange their reports now
     verdict = exchange(store, process(0, world, port), report(0, world), decide, TIMEOUT_S)
     # Of each process: the time at which its last rank had the verdict, and the number of its ranks.
     lines = [ranks.output.readline().split() for ranks in processes]
     assert sum(int(count) for _, count in lines) == world - 1
-    took, crossed = max(float(end) for end, _ in lines) - begin, loopback_bytes() - before
+    took = max(float(end) for end, _ in lines) - begin
+    crossed = loopback_bytes() - before
     begin = time.monotonic()
     content = verdict.content()
     Site.from_dict(content["site"])

@@ -46,7 +46,17 @@ BESIDE = "training beside"
 
 
 def measure_holmes(network: Network, versions: list[ModelVersion]) -> dict[str, Any]:
-    """Return seconds, bytes and the load of the cores for each version, sent by holmes."""
+    """Send versions of a model to all hosts with `holmes weights`, and return the measurements.
+
+    Args:
+        network: The emulated network, with the trainer's host and the hosts of the sites.
+        versions: Versions to publish, one after the other.
+
+    Returns:
+        For each version: "seconds" until the last host has it, "wan_bytes" that the trainer has sent, and
+        the load of this machine's cores, from 0 to 1: "busy" by the lab's programs, "busy_in_all" by all
+        programs. "copies": how often the trainer has sent the bytes of all versions.
+    """
     results: dict[str, Any] = {"seconds": [], "wan_bytes": [], "busy": [], "busy_in_all": []}
 
     def run(lab: Lab, folder: Path) -> None:
@@ -72,7 +82,16 @@ def measure_holmes(network: Network, versions: list[ModelVersion]) -> dict[str, 
 
 
 def measure_other(network: Network, copy: Callable[[Lab, Path], Any]) -> dict[str, Any]:
-    """Return seconds, bytes and the load of the cores of another way to copy a folder."""
+    """Copy a folder to all hosts in another way than `holmes weights`, and return the measurements.
+
+    Args:
+        network: The emulated network.
+        copy: Copies the folder, called with the lab and a folder for the copies; returns a Copied.
+
+    Returns:
+        "seconds" until the last host has the folder, "wan_bytes" that the trainer has sent, and "busy": the
+        load of this machine's cores by the lab's programs, from 0 to 1.
+    """
     results: dict[str, Any] = {}
 
     def run(lab: Lab, folder: Path) -> None:
@@ -86,7 +105,7 @@ def measure_other(network: Network, copy: Callable[[Lab, Path], Any]) -> dict[st
 
 
 def measure_beside() -> dict[str, Any]:
-    """Return the result of weights_beside.measure()."""
+    """Run weights_beside.measure() in a lab: a transfer of weights beside a training job."""
     result: dict[str, Any] = {}
 
     def run(lab: Lab, folder: Path) -> None:
@@ -97,7 +116,7 @@ def measure_beside() -> dict[str, Any]:
 
 
 def in_lab(network: Network, run: Callable[[Lab, Path], None]) -> None:
-    """Call a function with a lab of this network and a temporary folder."""
+    """Emulate a network in a lab, and call `run` with the lab and a temporary folder."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "cluster.toml").write_text(network.toml())
@@ -108,7 +127,13 @@ def in_lab(network: Network, run: Callable[[Lab, Path], None]) -> None:
 
 
 def others_of(args: Any, network: Network, source: ModelVersion) -> dict[str, Callable[..., Any]]:
-    """Return the other ways to copy a version, by name."""
+    """Return other ways to copy a version to all hosts (rsync, S3, a broadcast): name -> function.
+
+    Args:
+        args: Options of this program; rsync and S3 need a path in them.
+        network: The emulated network.
+        source: The version to copy.
+    """
     others: dict[str, Callable[..., Any]] = {}
     if args.rsync:
         others["rsync"] = lambda lab, folder: weights_others.rsync(
@@ -144,10 +169,15 @@ def rows_of(
     meter = "busy_in_all" if network.rate_bps > _MANY_PACKETS_BPS else "busy"
     busy = max(max(run[meter]) for run in holmes)
     # TCP's windows of the first version are still small.
-    first_s = [run["seconds"][full[0]] for run in holmes]
-    seconds = [run["seconds"][number] for run in holmes for number in full[1:]]
-    wan_bytes = [run["wan_bytes"][number] / network.sites for run in holmes for number in full]
-    delta_s = [run["seconds"][number] for run in holmes for number in deltas]
+    first_s: list[float] = []  # of the first checkpoint
+    seconds: list[float] = []  # of all later checkpoints
+    delta_s: list[float] = []
+    bytes_to_site: list[float] = []  # of each checkpoint, that the trainer sent to a site
+    for run in holmes:
+        first_s.append(run["seconds"][full[0]])
+        seconds += [run["seconds"][number] for number in full[1:]]
+        delta_s += [run["seconds"][number] for number in deltas]
+        bytes_to_site += [run["wan_bytes"][number] / network.sites for number in full]
     bound_s = network.bound_s(size)
 
     def row(
@@ -166,7 +196,7 @@ def rows_of(
         row("copies sent to a site", [run["copies"] for run in holmes], "x", "<= 1", is_time=False),
         row(
             "uplink's bytes / copies, holmes",
-            [each / size for each in wan_bytes],
+            [each / size for each in bytes_to_site],
             "x",
             is_time=False,
         ),
@@ -185,7 +215,11 @@ def rows_of(
 
 
 def rows_beside(result: dict[str, Any]) -> list[Row]:
-    """Return the rows of the training job beside a transfer."""
+    """Return rows of results: how much a transfer of weights slows a training job on the same link.
+
+    Args:
+        result: Result of weights_beside.measure().
+    """
     slower = weights_beside.slower_percent(result)
     return [
         Row.median(BESIDE, "alone", result["alone"], unit="steps/s", emulated=True),

@@ -31,7 +31,18 @@ _MOST_STEPS = 1_000_000
 
 
 def measure(lab: Lab, folder: Path) -> dict[str, Any]:
-    """Return the steps per second in windows without and with a transfer, and its share of the link."""
+    """Measure how much slower two joined jobs train while weights are sent over the same link.
+
+    Windows of time without and with a transfer alternate.
+
+    Args:
+        lab: The emulated network NETWORK.
+        folder: Folder for logs and weights.
+
+    Returns:
+        "alone" and "beside": steps per second in each window without and with a transfer. "shares": the
+        part of the link's rate that each transfer has used, from 0 to 1.
+    """
     rate = f"{SHARE * NETWORK.rate_bps / 1e6:.0f}Mb/s"
     hosts = WeightsHosts(lab, NETWORK, folder, HOLMES_WEIGHTS_RATE=rate)
     jobs: list[joined.LabJob] = []
@@ -80,9 +91,14 @@ def _alternate(hosts: WeightsHosts, folder: Path, steps: Callable[[], int]) -> d
 
 
 def _steps_per_s(steps: Callable[[], int], run: Callable[[], Any]) -> float:
-    """Return the steps per second from the begin of a round to the begin of another one.
+    """Call run(), and return the training steps per second meanwhile.
 
-    run() is called at the first of these moments, and the second one is the first one after its end.
+    The time is extended to whole rounds of the joined jobs: it begins with a round, and ends with the first
+    round that begins after run() has returned.
+
+    Args:
+        steps: Returns the number of steps that the job has made so far.
+        run: Waits, or transfers weights.
     """
     first = _next_round(steps)
     begin = time.monotonic()
@@ -92,7 +108,10 @@ def _steps_per_s(steps: Callable[[], int], run: Callable[[], Any]) -> float:
 
 
 def _next_round(steps: Callable[[], int]) -> int:
-    """Wait until the job has just made the first step after a round, and return the number of its steps."""
+    """Wait until the job has made the first step of its next round; return the number of its steps.
+
+    A round begins every EVERY steps.
+    """
     now = steps()
     target = now - now % EVERY + EVERY + 1
     wait_until(lambda: steps() >= target)
@@ -100,6 +119,10 @@ def _next_round(steps: Callable[[], int]) -> int:
 
 
 def slower_percent(result: dict[str, Any]) -> list[float]:
-    """Return by how many percent the job was slower beside each transfer than in the window before."""
+    """Return by how many percent the job was slower during each transfer than in the window before.
+
+    Args:
+        result: Result of measure().
+    """
     pairs = zip(result["alone"], result["beside"], strict=True)
     return [100 * (1 - beside / alone) for alone, beside in pairs]

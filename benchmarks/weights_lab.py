@@ -28,7 +28,11 @@ _USER_TICKS, _SYSTEM_TICKS, _POLICY = 11, 12, 38
 
 @dataclass(frozen=True)
 class Network:
-    """Sites of three hosts; their links to the trainer and the trainer's uplink have the same rate."""
+    """Emulated network of a trainer and several sites, whose hosts receive the trainer's weights.
+
+    Each site is a cluster with an uplink of `rate_bps`. The trainer's uplink has the same rate, and all
+    sites share it.
+    """
 
     sites: int
     rate_bps: float
@@ -40,21 +44,21 @@ class Network:
 
     @property
     def name(self) -> str:
-        """Return the name of this network in the results."""
+        """Return the name of this network in the results, such as "2 sites 100 Mb/s 20 ms"."""
         sites = "1 site" if self.sites == 1 else f"{self.sites} sites"
         return f"{sites} {self.rate_bps / 1e6:.0f} Mb/s {self.latency_ms} ms"
 
     @property
     def site_hosts(self) -> list[list[str]]:
-        """Return the names of the hosts of each site."""
+        """Return the names of the receiving hosts, as a list for each site."""
         return [[f"s{site}h{host}" for host in range(self.hosts)] for site in range(self.sites)]
 
     def bound_s(self, size: int) -> float:
-        """Return the least seconds in which `size` bytes pass the uplink once for each site."""
+        """Return a lower bound on the seconds to send `size` bytes over the uplink, once to each site."""
         return self.sites * size * 8 / self.rate_bps
 
     def toml(self) -> str:
-        """Return the cluster.toml of the lab."""
+        """Return the text of the cluster.toml that describes this network to the lab."""
         text = f'version = 2\n[ethernet]\nrate = "{self.lan_bps / 1e6:.0f}Mb/s"\n'
         text += _cluster(
             "trainer", [f"t{number}" for number in range(self.trainers)], self.rate_bps
@@ -86,15 +90,15 @@ def address_of(lab: Lab, node: str) -> str:
 
 
 def sent_bytes(lab: Lab) -> int:
-    """Return the bytes that the trainer's hosts have sent so far, with all headers."""
+    """Return the bytes that the trainer's hosts have sent since the lab was created, with headers."""
     return sum(nics["eth0"][1] for node, nics in lab.counters().items() if node.startswith("t"))
 
 
 class LabCores:
-    """Meter of the share of this machine's cores that the lab's programs use.
+    """Meter of the share of this machine's cores that the programs in the lab use.
 
-    They run under SCHED_RR, so all other programs of this machine have to wait for them. Programs that end
-    meanwhile are not counted.
+    These are the processes under SCHED_RR, which have priority over all other programs of this machine.
+    The time of processes that end before busy() is called is not counted.
     """
 
     def __init__(self) -> None:
@@ -102,14 +106,14 @@ class LabCores:
         self._before = _real_time_cpu_s()
 
     def busy(self) -> float:
-        """Return the share since the meter was made, from 0 to 1."""
+        """Return the share of the cores' time that was used since this object was made, from 0 to 1."""
         after = _real_time_cpu_s()
         used_s = sum(seconds - self._before.get(pid, 0.0) for pid, seconds in after.items())
         return used_s / (time.monotonic() - self._begin_s) / (os.cpu_count() or 1)
 
 
 def _real_time_cpu_s() -> dict[int, float]:
-    """Return the PID of each process under SCHED_RR -> the CPU seconds that it has used."""
+    """Return the CPU seconds that each process under SCHED_RR has used, by its PID."""
     seconds: dict[int, float] = {}
     ticks_per_s = os.sysconf("SC_CLK_TCK")
     for entry in Path("/proc").iterdir():
@@ -123,7 +127,7 @@ def _real_time_cpu_s() -> dict[int, float]:
 
 
 class Programs:
-    """Programs on the nodes of a lab that run until close().
+    """Programs that were started on nodes of a lab; close() ends them all.
 
     Args:
         lab: The lab.
@@ -140,7 +144,14 @@ class Programs:
         on_line: Callable[[str], None] = lambda line: None,
         **variables: str,
     ) -> Job:
-        """Start a program on a node; on_line is called with each line of its output."""
+        """Start a program on a node, and return its job.
+
+        Args:
+            node: Name of the node.
+            command: The program with its arguments.
+            on_line: Called with each line of the program's output.
+            variables: Environment variables in addition to those of this process.
+        """
         program = Program(host=node, argv=list(command), env={**os.environ, **variables})
         job = self.lab.start_programs(
             [program], timeout=TIMEOUT_S, on_line=lambda rank, line, stream: on_line(line)
@@ -156,11 +167,11 @@ class Programs:
 
 
 class WeightsHosts:
-    """The service on the trainer's host, and a receiver on each host of the sites.
+    """Processes of `holmes weights` in a lab: a service on the trainer's host, a receiver on all others.
 
     Args:
         lab: The lab.
-        network: Its sites.
+        network: The network that the lab emulates.
         folder: Folder for the state and the versions of all hosts.
         variables: Environment variables of the service.
     """
@@ -175,7 +186,7 @@ class WeightsHosts:
         self.events: dict[str, list[dict[str, Any]]] = {}  # node -> events, with their time
 
     def start(self, *options: str) -> None:
-        """Start the service and all receivers, and wait until the service knows all of them.
+        """Start the service and all receivers, and wait until all receivers have connected.
 
         Args:
             options: Options of `holmes join serve`.
@@ -191,10 +202,10 @@ class WeightsHosts:
                 self.start_receiver(host, f"site{site}")
         count = self._network.sites * self._network.hosts
         wait_until(lambda: len(self.status()["hosts"]) == count)
-        time.sleep(2.5)  # hosts open streams ahead with their next report
+        time.sleep(2.5)  # with its next report, each host opens the streams for later transfers
 
     def start_receiver(self, node: str, site: str) -> None:
-        """Start `holmes weights receive` on a node."""
+        """Start `holmes weights receive` on a node, with an invitation for the site of the node."""
         invitation = self._folder / f"{node}.json"
         if not invitation.exists():
             arguments = ("--address", self.address, "--output", str(invitation))
@@ -214,13 +225,17 @@ class WeightsHosts:
         )
 
     def holmes(self, *arguments: str) -> None:
-        """Run a command of the run's user, which needs its state folder only."""
+        """Run a command of holmes as the owner of the run: it finds the run in the state folder.
+
+        Raises:
+            RuntimeError: The command failed; the message has its error output.
+        """
         done = weights_runs.holmes(self.state, *arguments)
         if done.returncode:
             raise RuntimeError(done.stderr)
 
     def status(self) -> dict[str, Any]:
-        """Return the state of the service, asked for on its node."""
+        """Return the output of `holmes weights status --json`, run on the host of the service."""
         lines: list[str] = []
         command = [*HOLMES, "weights", "status", f"127.0.0.1:{PORT}", "--json"]
         job = self._programs.start(TRAINER, command, lines.append, XDG_STATE_HOME=str(self.state))
@@ -228,7 +243,13 @@ class WeightsHosts:
         return json.loads(lines[-1])
 
     def publish(self, folder: Path, version: int, parent: int | None = None) -> float:
-        """Publish a folder; return the seconds from then until the last host has staged it."""
+        """Publish a folder as a version, and return the seconds until the last host has received it.
+
+        Args:
+            folder: Folder with the weights.
+            version: Number of the version.
+            parent: Version to which the weights are a delta; None: they are a checkpoint.
+        """
         options = [] if parent is None else ["--parent", str(parent)]
         self.holmes("weights", "publish", str(folder), "--version", str(version), *options)
         [published] = self.state.rglob(f"weights/{version}")
@@ -237,19 +258,19 @@ class WeightsHosts:
         return max(self._staged(node, version) for node in self.events) - start
 
     def _staged(self, node: str, version: int) -> float:
-        """Return the time at which a host has staged a version; 0: it has not."""
+        """Return the time at which a host had received (staged) a version; 0 if it has not yet."""
         for event in list(self.events[node]):
             if event["event"] == "staged" and event["version"] == version:
                 return event["time"]
         return 0.0
 
     def close(self) -> None:
-        """End all processes."""
+        """End the service and all receivers."""
         self._programs.close()
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
-    """Wait until a condition holds, at most TIMEOUT_S seconds."""
+    """Wait until condition() is true; raise TimeoutError after TIMEOUT_S seconds."""
     end = time.monotonic() + TIMEOUT_S
     while not condition():
         if time.monotonic() > end:

@@ -24,7 +24,7 @@ _FILE = "model.safetensors"
 
 
 class ModelVersion(NamedTuple):
-    """Folder of a version of the weights."""
+    """A version of a model's weights on disk: a checkpoint, or a delta to the version before."""
 
     folder: Path
     parent: int | None  # version to which the folder is a delta; None: it is a checkpoint
@@ -36,13 +36,13 @@ class ModelVersion(NamedTuple):
 
 
 def versions_of(folder: Path, width: int, layers: int, plan: str) -> list[ModelVersion]:
-    """Return versions of a model, version 1 first; they are made unless the folder has them.
+    """Return the versions of a model, version 1 first, after making those that the folder lacks.
 
     Args:
         folder: Folder for this model.
-        width: Width of the model.
-        layers: Its layers.
-        plan: "full" or "delta" for each version, separated by spaces.
+        width: Hidden size of the model.
+        layers: Number of its transformer blocks.
+        plan: For each version "full" (a checkpoint) or "delta", separated by spaces.
     """
     kinds = plan.split()
     list_file = folder / f"{len(kinds)}.json"
@@ -69,7 +69,7 @@ def _make(folder: Path, width: int, layers: int, kinds: list[str]) -> None:
 
 
 def _trained(width: int, layers: int, steps: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the weights after each step."""
+    """Train a small Llama, and yield its weights in bfloat16 after each step, by parameter name."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -98,7 +98,11 @@ def _trained(width: int, layers: int, steps: int) -> Iterator[dict[str, torch.Te
 def delta_of(
     before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the elements that differ, bit by bit."""
+    """Return the elements of bfloat16 weights that differ between two versions.
+
+    Returns:
+        For each parameter that has changed, "NAME/indices" (in the flat tensor, int32) and "NAME/values".
+    """
     delta: dict[str, torch.Tensor] = {}
     for name, tensor in after.items():
         changed = tensor.view(torch.int16).flatten() != before[name].view(torch.int16).flatten()
@@ -110,7 +114,11 @@ def delta_of(
 
 
 def weights_at(folders: list[Path]) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint and the deltas after it."""
+    """Load a checkpoint, apply deltas to it, and return the weights by parameter name.
+
+    Args:
+        folders: Folder of the checkpoint, then those of the deltas in their order.
+    """
     weights = load_file(folders[0] / _FILE)
     for folder in folders[1:]:
         delta = load_file(folder / _FILE)

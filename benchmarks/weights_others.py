@@ -7,6 +7,7 @@ broadcast  torch.distributed with gloo, from the trainer's rank to all hosts' ra
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import sys
@@ -55,14 +56,24 @@ _BROADCAST = textwrap.dedent(
 
 
 class Copied(NamedTuple):
-    """Result of a copy to all hosts."""
+    """Time and traffic of a copy from the trainer to all hosts."""
 
     seconds: float  # until the last host had it
     bytes: int  # that the trainer's host has sent
 
 
 def rsync(lab: Lab, network: Network, source: Path, folder: Path, program: Path) -> Copied:
-    """Copy with rsync over ssh: each site's first host pulls, then its other hosts pull from it."""
+    """Copy a folder to all hosts with rsync over ssh, and return the time and the traffic.
+
+    The first host of each site copies from the trainer. Then the other hosts of the site copy from it.
+
+    Args:
+        lab: The emulated network, with TCP tuned for long links.
+        network: The sites and their hosts.
+        source: Folder to copy.
+        folder: New folder for the copies of all hosts, and for the configuration of ssh.
+        program: Path of rsync.
+    """
     folder.mkdir()
     hosts = [TRAINER, *(host for site in network.site_hosts for host in site)]
     ssh.configure(folder, {host: {} for host in hosts})
@@ -73,30 +84,36 @@ def rsync(lab: Lab, network: Network, source: Path, folder: Path, program: Path)
     time.sleep(1.0)
     before = sent_bytes(lab)
     start = time.monotonic()
-    first = {site[0]: f"{address_of(lab, TRAINER)}:{source}/" for site in network.site_hosts}
-    others = {
-        host: f"{address_of(lab, site[0])}:{folder / site[0]}/"
-        for site in network.site_hosts
-        for host in site[1:]
-    }
-    for sources in (first, others):
-        _run_all(
-            programs,
-            {
-                host: [
-                    *(str(program), "-a", "--whole-file", f"--rsync-path={program}"),
-                    *("-e", f"ssh -F {folder}/ssh_config", where, f"{folder / host}/"),
-                ]
-                for host, where in sources.items()
-            },
-        )
+    source_of_first: dict[str, str] = {}  # first host of a site -> HOST:FOLDER to copy from
+    source_of_other: dict[str, str] = {}
+    for first, *others in network.site_hosts:
+        source_of_first[first] = f"{address_of(lab, TRAINER)}:{source}/"
+        for host in others:
+            source_of_other[host] = f"{address_of(lab, first)}:{folder / first}/"
+    rsync_command = [str(program), "-a", "--whole-file", f"--rsync-path={program}"]
+    rsync_command += ["-e", f"ssh -F {folder}/ssh_config"]
+    for source_of_host in (source_of_first, source_of_other):
+        commands = {}
+        for host, source_of_copy in source_of_host.items():
+            commands[host] = [*rsync_command, source_of_copy, f"{folder / host}/"]
+        _run_all(programs, commands)
     copied = Copied(time.monotonic() - start, sent_bytes(lab) - before)
     programs.close()
     return copied
 
 
 def s3(lab: Lab, network: Network, source: Path, folder: Path, python: Path) -> Copied:
-    """Download from an S3 server on the trainer's host to each host. The upload before is not counted."""
+    """Copy a file to all hosts by an S3 server on the trainer's host, and return the time and the traffic.
+
+    Each host downloads the file from the server. The upload to the server is not measured.
+
+    Args:
+        lab: The emulated network.
+        network: The sites and their hosts.
+        source: Folder with the file.
+        folder: New folder for the copies of all hosts.
+        python: Python interpreter of an environment with moto[server] and boto3.
+    """
     folder.mkdir()
     programs = Programs(lab)
     lines: list[str] = []
@@ -122,16 +139,15 @@ def s3(lab: Lab, network: Network, source: Path, folder: Path, python: Path) -> 
 
 
 def broadcast(lab: Lab, network: Network, size: int) -> Copied:
-    """Broadcast bytes with gloo."""
-    hosts = [TRAINER, *(host for site in network.site_hosts for host in site)]
+    """Broadcast `size` bytes from the trainer to all hosts with gloo; return the time and the traffic."""
+    hosts = [TRAINER, *itertools.chain(*network.site_hosts)]
     before = sent_bytes(lab)
     result = lab.run([sys.executable, "-c", _BROADCAST, str(size)], order=hosts, timeout=300)
-    seconds = [
-        float(line.split()[1])
-        for text in result.outputs.values()
-        for line in text.splitlines()
-        if line.startswith("SECONDS")
-    ]
+    seconds = []  # that each host has printed
+    for text in result.outputs.values():
+        for line in text.splitlines():
+            if line.startswith("SECONDS"):
+                seconds.append(float(line.split()[1]))
     if len(seconds) != len(hosts):
         raise RuntimeError(f"broadcast: {result.outputs}")
     return Copied(max(seconds), sent_bytes(lab) - before)
@@ -140,7 +156,12 @@ def broadcast(lab: Lab, network: Network, size: int) -> Copied:
 def _run_all(
     programs: Programs, command_of: dict[str, Sequence[str]], **variables: str
 ) -> list[str]:
-    """Run a command on each of some nodes at the same time; return the lines of all outputs.
+    """Run commands on several nodes at the same time, and return the lines that all of them print.
+
+    Args:
+        programs: Starts the commands.
+        command_of: Name of a node -> its command.
+        variables: Additional environment variables of the commands.
 
     Raises:
         RuntimeError: A command failed.

@@ -35,7 +35,7 @@ class Check(Protocol):
 
     @property
     def allowed(self) -> str:
-        """Description of the allowed values, as it follows "must be" in a message."""
+        """Description of the allowed values: the end of a message that begins with "must be"."""
 
     def accepts(self, value: Any) -> object:
         """Return something true if the value is allowed."""
@@ -123,7 +123,7 @@ class Each:
 
 
 class Problem(NamedTuple):
-    """Value of a field that is not allowed."""
+    """Field of a dataclass whose value is not allowed, with the value and the allowed values."""
 
     field: str
     value: Any

@@ -297,7 +297,7 @@ class Table:
 
 
 def _has_type(value: object, kind: type) -> bool:
-    """Return whether a value of a file has a type. A bool is no number, and a whole number is a float."""
+    """Return whether a value read from a file has a type; a bool is no number, an int counts as float."""
     if isinstance(value, bool):
         return kind is bool
     if kind is float:
@@ -429,7 +429,7 @@ def read_text(path: str | Path, advice: str, errors: str = "strict") -> str:
 
 
 def read_bytes(path: str | Path, advice: str) -> bytes:
-    """Return the content of a file. `advice` ends the error message if that fails."""
+    """Return the content of a file; if it cannot be read, the error message ends with `advice`."""
     try:
         return _read(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -437,7 +437,7 @@ def read_bytes(path: str | Path, advice: str) -> bytes:
 
 
 def read_standard_input(advice: str) -> str:
-    """Return the text of standard input. `advice` ends the error message if that fails."""
+    """Return the text of standard input; if it cannot be read, the error message ends with `advice`."""
     try:
         text = sys.stdin.read(_MOST_BYTES + 1)  # one more, to notice a text that is too large
         _require_size(len(text))
@@ -476,7 +476,7 @@ def _read(path: str | Path) -> bytes:
 
 
 def _require_size(size: int) -> None:
-    """Raise OSError if a content has more bytes, or characters, than any file of holmes."""
+    """Raise OSError if a file's content has more bytes, or characters, than _MOST_BYTES."""
     if size > _MOST_BYTES:
         raise OSError(f"it has more than {_MOST_BYTES // _MIB} MiB")
 

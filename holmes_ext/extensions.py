@@ -201,15 +201,16 @@ def options() -> dict[str, Option]:
 
 
 def bare_value(name: str) -> str:
-    """Return the value of an option whose flag has none, as in `--holmes-check`; "" if it needs one."""
+    """Return the value that an option gets from a flag without a value (`--holmes-check`); "" if none."""
     option = options().get(name)
     return option.bare_value if option else ""
 
 
 def refuse_separate_values(argv: list[str]) -> None:
-    """Raise an error for `--holmes-check json`, where a flag takes its value only after "=".
+    """Raise HolmesError for `--holmes-check json` if this flag takes a value only after "=".
 
-    Words that the flag does not allow belong to the script, as does all after a lone "--".
+    The next word is not an error if it is no possible value of the flag: then it belongs to the script.
+    All words after a lone "--" belong to the script, too.
     """
     for argument, word in itertools.pairwise(argv):
         if argument == "--":
@@ -280,7 +281,7 @@ def _note_problem(name: str, error: Exception) -> None:
 
 
 def _left_out(name: str, error: Exception) -> str:
-    """Return a line that an extension, or a part of one, is left out because of an error."""
+    """Return the line for the user about an extension, or a part of it, that cannot be loaded."""
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     return f"extension {name} is left out: {reason}"
 
@@ -304,13 +305,12 @@ def contributed(point: str, name: str) -> Any:
 
 
 def features() -> tuple[str, ...]:
-    """Return the names of all features whose patches are in extensions, without importing these."""
-    return tuple(
-        feature
-        for extension in found().extensions
-        for names in extension.patches.values()
-        for feature in names
-    )
+    """Return the names of all features whose patches are in extensions; no extension is imported."""
+    names: list[str] = []
+    for extension in found().extensions:
+        for features_of_module in extension.patches.values():
+            names += features_of_module
+    return tuple(names)
 
 
 def patch_modules(options: Options | None = None) -> list[str]:

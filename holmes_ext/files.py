@@ -93,7 +93,7 @@ def require_own(path: str | Path, content: str, way_out: str) -> None:
 
 
 def _is_trusted(user: int) -> bool:
-    """Return whether the files of a user may decide what this process does: its own ones, and root's."""
+    """Return whether this process may trust files of a user: root, or the user of this process."""
     return user in (os.geteuid(), _ROOT)
 
 
@@ -124,7 +124,7 @@ def _followed(path: Path) -> Path:
 
 
 def _replace(target: Path, data: bytes) -> None:
-    """Write a new file, and give it the name and the permissions of `target`."""
+    """Replace `target` by a new file with this content and the permissions of `target`."""
     partial = target.with_name(f".holmes-{secrets.token_hex(8)}")
     try:
         mode = stat.S_IMODE(target.lstat().st_mode)

@@ -488,7 +488,7 @@ def options_from(**values: Any) -> Options:
 
 
 def _options(values: Mapping[str, str]) -> Options:
-    """Return the options with the given values: name -> value, also of options of extensions."""
+    """Return Options with the given values (name -> value), including options of extensions."""
     own_values: dict[str, Any] = {}
     extension_values = []
     for name, value in values.items():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def examples() -> Path:
-    """Return the folder of the examples: the installed one, or that of the git clone."""
+    """Return the folder of the examples: in the installed package, or in the git clone."""
     package = Path(__file__).resolve().parent
     installed = package / "examples"
     return installed if installed.is_dir() else package.parent / "examples"

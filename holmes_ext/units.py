@@ -36,7 +36,7 @@ _MOST_SECONDS = 1e6
 
 
 class WatchdogLimits(NamedTuple):
-    """Limits for the watchdog, which explains a training step that exceeds both."""
+    """Step time above which the watchdog explains a slow step: it must exceed both limits."""
 
     factor: float  # in median step times
     seconds: float
@@ -103,7 +103,7 @@ def parse_decimal(text: str) -> float:
 
 
 def parse_count(text: str, digits: int = 5) -> int:
-    """Return a whole number with at most so many digits; 0 for any other text."""
+    """Return the whole number in a text of at most `digits` digits; 0 for any other text."""
     return int(text) if text.isdecimal() and len(text) <= digits else 0
 
 
@@ -123,7 +123,7 @@ def parse_watchdog_limits(text: str) -> WatchdogLimits | None:
 
 
 def parse_address(text: str) -> Address:
-    """Return the address of a text "PORT" (of 127.0.0.1) or "HOST:PORT"; the port is 0 if it is no number."""
+    """Return the address in "HOST:PORT", or in "PORT" (host 127.0.0.1); the port is 0 if it is no number."""
     host, _, port = text.rpartition(":")
     return Address(host.strip("[]") or "127.0.0.1", parse_count(port))
 
@@ -149,7 +149,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def _with_prefix(value: float, unit: str, digits: int) -> str:
-    """Return a value with the largest decimal prefix that leaves a number of 1 or more."""
+    """Return a value with the largest decimal prefix (k, M, ...) that leaves a number of 1 or more."""
     prefix = next((prefix for prefix in "TGMk" if value >= _SCALE[prefix]), "")
     return f"{value / _SCALE[prefix]:.{digits}g} {prefix}{unit}"
 

@@ -166,7 +166,7 @@ def _plural(noun: str) -> str:
 
 
 def why(error: Exception) -> str:
-    """Return the message of an error without its number, such as "No such file or directory"."""
+    """Return the message of an error without its errno, such as "No such file or directory"."""
     return str(getattr(error, "strerror", None) or error)
 
 

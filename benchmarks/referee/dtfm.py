@@ -70,7 +70,8 @@ def request_of(case: Case) -> dict:
         and all activations that a GPU sends in a step. "delay_ms", "rate_gbps": matrices with the
         latency and the rate (Gb/s) between every two GPUs.
     """
-    model, world = case.model, case.site.world_size
+    model = case.model
+    world = case.site.world_size
     # Possible numbers of stages: at least two stages of at least two GPUs (DT-FM's code fails with
     # one), at most one for each layer, and a batch that the replicas can share.
     fitting = [
@@ -85,18 +86,27 @@ def request_of(case: Case) -> dict:
     link = {}  # pair of clusters -> (bytes/s, seconds of latency)
     for first in view.groups:
         for second in view.groups:
-            (first_cluster,), (second_cluster,) = view.groups[first], view.groups[second]
+            [first_cluster] = view.groups[first]
+            [second_cluster] = view.groups[second]
             link[first_cluster, second_cluster] = view.link(first, second)
     clusters = cluster_of_each_gpu(case)
     gpus_of_node = case.site.processes
-    inside_node = (case.gpu(clusters[0]).link_bps or NVLINK_BPS) / 8, 0.0
-    pairs = []  # (bytes/s, seconds of latency) from each GPU to each GPU
+    nvlink_bytes_per_s = (case.gpu(clusters[0]).link_bps or NVLINK_BPS) / 8
+    delays_ms = []  # from each GPU to each GPU
+    rates_gbps = []  # the same
     for i, cluster in enumerate(clusters):
-        row = []
+        delays_of_gpu = []
+        rates_of_gpu = []
         for j, other_cluster in enumerate(clusters):
+            bytes_per_s, latency_s = link[cluster, other_cluster]
             is_same_node = i // gpus_of_node == j // gpus_of_node
-            row.append(inside_node if is_same_node else link[cluster, other_cluster])
-        pairs.append(row)
+            if is_same_node:
+                bytes_per_s = nvlink_bytes_per_s
+                latency_s = 0.0
+            delays_of_gpu.append(1000 * latency_s)
+            rates_of_gpu.append(8 * bytes_per_s / 1e9)
+        delays_ms.append(delays_of_gpu)
+        rates_gbps.append(rates_of_gpu)
     # Bytes of all activations that a GPU sends in a step.
     sent = case.batch / (world // pipeline) * model.sequence * model.hidden * model.activation_width
     return {
@@ -105,8 +115,8 @@ def request_of(case: Case) -> dict:
         "partition_size": world // pipeline,
         "send_gradient_size": model.parameters * model.gradient_width / pipeline / 2**30,
         "send_activation_size": sent / 2**30,
-        "delay_ms": [[1000 * latency_s for _rate, latency_s in row] for row in pairs],
-        "rate_gbps": [[8 * bytes_per_s / 1e9 for bytes_per_s, _latency in row] for row in pairs],
+        "delay_ms": delays_ms,
+        "rate_gbps": rates_gbps,
     }
 
 

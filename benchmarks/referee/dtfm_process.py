@@ -27,7 +27,8 @@ def main():
     global variables, and "limit": CPU seconds of the search. Plan: "stages", each the numbers of
     its GPUs.
     """
-    folder, request = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
+    folder = sys.argv[1]
+    request = json.loads(Path(sys.argv[2]).read_text())
     sys.path[:1] = [folder]
     import numpy
     import scheduler
@@ -40,9 +41,8 @@ def main():
         "send_activation_size",
     ):
         setattr(scheduler, name, request[name])
-    scheduler.peer_delay, scheduler.peer_bandwidth = map(
-        numpy.array, (request["delay_ms"], request["rate_gbps"])
-    )
+    scheduler.peer_delay = numpy.array(request["delay_ms"])
+    scheduler.peer_bandwidth = numpy.array(request["rate_gbps"])
     random.seed(0)
     numpy.random.seed(0)
     devices = list(range(scheduler.num_devices))
@@ -64,8 +64,11 @@ def main():
     trials = max(PROBE, min(TRIALS, affordable))
     (population, costs, _), seconds = searched(trials)
     # An individual of the population lists all GPUs, stage after stage.
-    best, size = population[int(numpy.argmin(costs))], scheduler.partition_size
-    groups = [[int(gpu) for gpu in best[at : at + size]] for at in range(0, len(best), size)]
+    best = population[int(numpy.argmin(costs))]
+    size = scheduler.partition_size  # GPUs of a stage
+    groups = []
+    for start in range(0, len(best), size):
+        groups.append([int(gpu) for gpu in best[start : start + size]])
     data = float(scheduler.compute_data_parallel_cost(groups))
     # `path`: order of the stages. `match`: pairs of GPUs of neighbouring stages.
     pipeline, path, match = scheduler.compute_pipeline_parallel_cost(groups)

@@ -45,7 +45,7 @@ class SimulatedPlan:
 
 
 class SimulatedCandidate(NamedTuple):
-    """Planning problem of a case, and a plan for it with its simulated step."""
+    """Planning problem of a case, with one plan for it that has a simulated step time."""
 
     problem: SearchResult
     candidate: Candidate
@@ -104,7 +104,8 @@ def simulate_candidate(case: Case, grid: Grid) -> SimulatedCandidate:
     Raises:
         HolmesError: The engine cannot start the plan.
     """
-    problem, sizes = planning_problem(case, grid.nodes), grid.sizes
+    sizes = grid.sizes
+    problem = planning_problem(case, grid.nodes)
     if sum(grid.split) != case.model.layers or min(grid.split) < 1:
         raise HolmesError(
             f"blocks {grid.split} of the stages are not the model's {case.model.layers}"
@@ -154,7 +155,7 @@ def simulate_plan(case: Case, grid: Grid) -> SimulatedPlan:
 
 
 def grid_of(note: Mapping[str, Any]) -> Grid:
-    """Return the plan of an entry in the file of plans."""
+    """Return the plan that an entry of the file of plans (a JSON object) describes."""
     pipeline, tensor, data = note["sizes"]
     sizes = Sizes(pipeline, tensor, data=data)
     return Grid(
@@ -166,7 +167,7 @@ def grid_of(note: Mapping[str, Any]) -> Grid:
 
 
 class HolmesPlan(NamedTuple):
-    """Plan of `holmes plan`."""
+    """Result of `holmes plan` for a case: the plan, the time of the search, and the proven gap."""
 
     grid: Grid
     search_s: float  # CPU seconds of the search
@@ -238,10 +239,9 @@ def _possible_sizes(case: Case) -> Iterator[Sizes]:
     Sizes with the fewest ranks of a replica come first, and among them those with the fewest stages. Sizes
     must divide the ranks, the batch and the attention heads.
     """
-    world, tensors = (
-        case.site.world_size,
-        [1] if case.run == LAB else divisors(case.site.processes),
-    )
+    world = case.site.world_size
+    # The lab's engine has no tensor parallelism.
+    tensors = [1] if case.run == LAB else divisors(case.site.processes)
     pairs = [(pipeline, tensor) for tensor in tensors for pipeline in divisors(world // tensor)]
     for pipeline, tensor in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[0])):
         data = world // pipeline // tensor

@@ -21,6 +21,7 @@ from typing import Any
 from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.sizes import Sizes, divisors
+from holmes_ext.words import grouped
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,17 @@ def gridded(plan: PlannedJob, site: Site, blocks: int, batch: int) -> Grid:
     """
     changed: list[str] = []
     nodes = _whole_nodes(plan, site, changed)
-    ranks, count = len(nodes) * site.processes, len(plan.stages)
-    # Tensor-parallel size -> number of GPUs in such replicas.
-    tensors = Counter(
-        size for stage in plan.stages for size in map(len, stage.replicas) for _ in range(size)
-    )
-    tensor = max(tensors, key=lambda size: (tensors[size], -size))
-    if len(tensors) > 1:
-        changed.append(f"tensor sizes {_texts(sorted(tensors))} of stages became {tensor}")
+    ranks = len(nodes) * site.processes
+    count = len(plan.stages)
+    gpus_with_tensor_size: Counter[int] = Counter()
+    for stage in plan.stages:
+        for replica in stage.replicas:
+            gpus_with_tensor_size[len(replica)] += len(replica)
+    # That of most GPUs; of several such sizes, the smallest.
+    tensor = max(gpus_with_tensor_size, key=lambda size: (gpus_with_tensor_size[size], -size))
+    if len(gpus_with_tensor_size) > 1:
+        sizes_of_plan = _texts(sorted(gpus_with_tensor_size))
+        changed.append(f"tensor sizes {sizes_of_plan} of stages became {tensor}")
     if ranks % tensor:
         tensor = max(size for size in divisors(ranks) if size <= tensor)
         changed.append(f"tensor size became {tensor}")
@@ -171,24 +175,28 @@ def _whole_nodes(plan: PlannedJob, site: Site, changed: list[str]) -> tuple[str,
     Raises:
         HolmesError: The plan has an unknown cluster, more GPUs than the case, or fewer than a node.
     """
-    free = {
-        name: [node.name for node in site.nodes if node.cluster == name] for name in site.clusters
-    }
-    gpus = [cluster for stage in plan.stages for cluster in stage.gpus]
-    if strangers := set(gpus) - set(free):
+    free_nodes = grouped((node.cluster, node.name) for node in site.nodes)
+    gpus: list[str] = []  # cluster of each GPU of the plan
+    for stage in plan.stages:
+        gpus += stage.gpus
+    unknown_clusters = set(gpus) - set(free_nodes)
+    if unknown_clusters:
         raise HolmesError(
-            f"the plan names cluster {min(strangers)!r}; the case has {', '.join(free)}"
+            f"the plan names cluster {min(unknown_clusters)!r}; the case has {', '.join(free_nodes)}"
         )
-    size, nodes, moved = site.processes, [], 0
+    size = site.processes  # GPUs of a node
+    nodes = []
+    moved = 0  # GPUs in another cluster than in the plan
     if len(gpus) < site.world_size:
         changed.append(f"{site.world_size - len(gpus)} of {site.world_size} GPUs are left out")
     if len(gpus) > site.world_size:
         raise HolmesError(f"the plan has {len(gpus)} GPUs; the case has {site.world_size}")
-    for at in range(0, len(gpus) // size * size, size):
-        counts = Counter(gpus[at : at + size])
-        best = max(free, key=lambda name: (bool(free[name]), counts[name]))  # noqa: B023
+    for start in range(0, len(gpus) // size * size, size):
+        counts = Counter(gpus[start : start + size])
+        with_free_node = [cluster for cluster, names in free_nodes.items() if names]
+        best = max(with_free_node, key=counts.__getitem__)
         moved += size - counts[best]
-        nodes.append(free[best].pop(0))
+        nodes.append(free_nodes[best].pop(0))
     if not nodes:
         raise HolmesError(f"the plan has {len(gpus)} GPUs, less than a node of {size}")
     if moved:

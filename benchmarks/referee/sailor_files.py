@@ -222,18 +222,15 @@ def network(view: View) -> Json:
     # Sailor's code looks up each GPU type in each zone, also where the case has none of that type.
     # Then the first group of the zone stands for it.
     keys = [GroupKey(gpu, zone) for zone in first_group for gpu in view.gpus]
+    group_of = {key: key if key in view.groups else first_group[key.zone] for key in keys}
     for source in keys:
         for target in keys:
-            sender, receiver = (
-                key if key in view.groups else first_group[key.zone] for key in (source, target)
-            )
-            rate, latency = view.link(sender, receiver)
+            rate, latency = view.link(group_of[source], group_of[target])
             value = [polynomial(rate, latency, least=smallest, most=largest), rate]
-            for (
-                count
-            ) in counts:  # of the sender; the rate is that of a node, for any number of GPUs
-                by_gpu = table.setdefault(source.zone, {}).setdefault(source.gpu, {})
-                receivers = by_gpu.setdefault(count, {})
+            by_gpu = table.setdefault(source.zone, {}).setdefault(source.gpu, {})
+            # The rate is that of a node, for any number of GPUs of the sender and the receiver.
+            for gpus_of_sender in counts:
+                receivers = by_gpu.setdefault(gpus_of_sender, {})
                 receivers.setdefault(target.zone, {})[target.gpu] = dict.fromkeys(counts, value)
     return table
 

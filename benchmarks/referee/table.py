@@ -82,17 +82,17 @@ class Table:
         ]
 
     def late(self, cases: Iterable[str], planner: str, limit: float) -> int:
-        """Return on how many cases a planner found nothing in `limit` CPU seconds."""
+        """Return for how many of the cases a planner has found no plan in `limit` CPU seconds."""
         notes = [self.notes.get(case, {}).get(planner, {}) for case in cases]
         return sum(note.get(NONE, "").startswith(LATE) and note["limit"] >= limit for note in notes)
 
     def row(self, case: str, planner: str, metric: str) -> Row | None:
-        """Return the row with a metric, or None."""
+        """Return the row with a metric of a planner's plan for a case, None if there is no such row."""
         key = case, f"{planner}: {metric}"
         return next((row for row in self.rows if (row.case, row.metric) == key), None)
 
     def value(self, case: str, planner: str, metric: str) -> float | None:
-        """Return the value of a metric, or None."""
+        """Return the value of a metric of a planner's plan for a case, None if there is no such row."""
         row = self.row(case, planner, metric)
         return row.value if row else None
 
@@ -209,13 +209,12 @@ def targets(table: Table, cases: list[str]) -> list[Row]:
         table: The results of all planners.
         cases: Names of the cases that have been planned.
     """
-    field, rows = {*sailor.PLANNERS, dtfm.NAME}, []  # the published planners
+    field = {*sailor.PLANNERS, dtfm.NAME}  # the published planners
     if not all(field & {*table.notes.get(case, {})} for case in load_cases()):
-        return rows
-    ours, others = (
-        [],
-        [],
-    )  # errors of the simulation against the lab, for plans of holmes and others
+        return []
+    # Errors of the simulated steps against the lab, for plans of holmes and of other planners.
+    ours = []
+    others = []
     regret = []  # of holmes, on each case
     ratios = []  # search time of holmes : that of the planner with the best plan, on each case
     near = []  # the same to the fastest planner within NEAR of the best plan
@@ -224,15 +223,23 @@ def targets(table: Table, cases: list[str]) -> list[Row]:
         for name in steps:
             measured = table.row(case, name, MEASURED)
             if measured is not None and not measured.machine_was_busy:
-                (ours if name == OURS else others).append(abs(steps[name] / measured.value - 1))
-        if (value := table.value(case, OURS, REGRET)) is not None:
-            regret.append(value)
+                errors = ours if name == OURS else others
+                errors.append(abs(steps[name] / measured.value - 1))
+        regret_of_case = table.value(case, OURS, REGRET)
+        if regret_of_case is not None:
+            regret.append(regret_of_case)
+        # CPU seconds of the searches of published planners that have found a plan.
         seconds = {name: _searched_s(table, case, name) for name in field if steps.get(name)}
-        if seconds:
-            spent, best = table.value(case, OURS, SEARCH), min(filter(None, steps.values()))
-            ratios.append(spent / min((steps[name], seconds[name]) for name in seconds)[1])
-            if as_good := [seconds[name] for name in seconds if steps[name] <= (1 + NEAR) * best]:
-                near.append(spent / min(as_good))
+        if not seconds:
+            continue
+        ours_s = table.value(case, OURS, SEARCH)
+        planner_of_best_plan = min(seconds, key=lambda name: (steps[name], seconds[name]))  # noqa: B023
+        ratios.append(ours_s / seconds[planner_of_best_plan])
+        best_step_s = min(filter(None, steps.values()))
+        near_best = [name for name in seconds if steps[name] <= (1 + NEAR) * best_step_s]
+        if near_best:
+            near.append(ours_s / min(seconds[name] for name in near_best))
+    rows = []
     for values, what, limits, emulated in (
         (regret, f"{OURS}: {REGRET}", ("<= 0", "<= 0.03"), False),
         (ours, f"{OURS}: error of its prediction against the lab", ("<= 0.03", "<= 0.1"), True),
@@ -248,8 +255,16 @@ def targets(table: Table, cases: list[str]) -> list[Row]:
             ("worst", max, limits[1]),
         ):
             if values:
-                figures = summarize(values), "fraction", (min(values), max(values)), emulated, limit
-                rows.append(Row.of("all", f"{what}, {label}", *figures))
+                row = Row.of(
+                    "all",
+                    f"{what}, {label}",
+                    summarize(values),
+                    unit="fraction",
+                    spread=(min(values), max(values)),
+                    emulated=emulated,
+                    target=limit,
+                )
+                rows.append(row)
     if ratios:
         what = f"{OURS}: seconds of search, times those of the best of the field"
         rows.append(Row.median("all", what, ratios, unit="x", emulated=False, target="<= 0.2"))
@@ -282,20 +297,19 @@ def _search_time_ratio(table: Table, cases: list[str], field: set[str]) -> Row:
         cases: Names of the cases that have been planned.
         field: Names of the published planners.
     """
-    planned = {
-        name: [case for case in cases if table.value(case, name, REGRET) is not None]
-        for name in sorted(field)
-    }
-    regret = {
-        name: statistics.median(table.value(case, name, REGRET) for case in found)
-        for name, found in planned.items()
-        if 2 * len(found) > len(cases)
-    }
-    best_other = min(regret, key=regret.__getitem__)
+    planned_cases = {}  # planner -> cases for which it has a plan
+    median_regret = {}  # planner -> regret, if it plans more than half of the cases
+    for planner in sorted(field):
+        regret_of = {case: table.value(case, planner, REGRET) for case in cases}
+        regrets = {case: regret for case, regret in regret_of.items() if regret is not None}
+        planned_cases[planner] = list(regrets)
+        if 2 * len(regrets) > len(cases):
+            median_regret[planner] = statistics.median(regrets.values())
+    best_other = min(median_regret, key=median_regret.__getitem__)
     ratios = [
         # The divisor is _searched_s(): the CPU seconds of the search, but never 0.
         table.value(case, OURS, SEARCH) / _searched_s(table, case, best_other)
-        for case in planned[best_other]
+        for case in planned_cases[best_other]
     ]
     # Ratio: search time of holmes / that of `best_other`, the best published planner by median
     # regret.

@@ -78,7 +78,7 @@ class Deciding:
         tell: Callable[[str], None],
         put: Callable[[dict[str, Any]], None],
     ):
-        """Start without measurements. No change of the plan has been adopted yet.
+        """Make the evaluators that choose changes; the job has its first plan, and no measurements.
 
         Args:
             current: State of holmes in this process.
@@ -163,37 +163,61 @@ class Deciding:
         if all("forward" in report for report in reports):
             profile, measured_plan = self._plan_with_measured_times(plan, reports)
             self._compare_layers(profile, measured_plan)  # may set self._restart
-            reductions_on_trial = self.reduction_evaluator.trials.running is not None
-            # False if the user has fixed the number, or if the engine cannot change it in a job.
-            if not reductions_on_trial and can_change_in_flight(self.current):
-                change = self.in_flight_evaluator.next(measured_plan, step_s)
-                # next() may have ended the trial of an earlier change. If so, print the effect of the change.
-                self._tell_ended(self.in_flight_evaluator.trials)
-                if change is not None:
-                    # taken() calls this if all ranks adopt the change: its trial begins.
-                    self._on_taken = partial(self.in_flight_evaluator.taken, change, measured_plan)
-                    return change
-        if self.in_flight_evaluator.trials.running is None:
-            # One item for each stage; [] if the reductions do not follow the plan.
-            measured_stages = self._measured_reductions(reports, measured_plan)
-            if measured_stages:
-                reduction_change = self.reduction_evaluator.next(plan, measured_stages, step_s)
-                self._tell_ended(self.reduction_evaluator.trials)
-                if reduction_change is not None:
-                    self._on_taken = partial(
-                        self.reduction_evaluator.taken, reduction_change, plan, measured_stages
-                    )
-                    return reduction_change
-        on_trial = (
-            self.in_flight_evaluator.trials.running or self.reduction_evaluator.trials.running
+            in_flight_change = self._next_in_flight(measured_plan, step_s)
+            if in_flight_change is not None:
+                return in_flight_change
+        reduction_change = self._next_reductions(plan, measured_plan, reports, step_s)
+        if reduction_change is not None:
+            return reduction_change
+        is_trial_running = (
+            self.in_flight_evaluator.trials.running is not None
+            or self.reduction_evaluator.trials.running is not None
         )
-        if self._restart is not None and not on_trial:
+        if self._restart is not None and not is_trial_running:
             self._on_taken = self._note_restart
             return self._restart
         return None
 
+    def _next_in_flight(self, measured_plan: Plan, step_s: float) -> Change | None:
+        """Return the next change of the micro-batches in flight; None if there is none.
+
+        There is none during the trial of another kind of change, or if the user has fixed the number, or
+        if the engine cannot change it in a running job.
+        """
+        if self.reduction_evaluator.trials.running is not None:
+            return None
+        if not can_change_in_flight(self.current):
+            return None
+        change = self.in_flight_evaluator.next(measured_plan, step_s)
+        # next() may have ended the trial of an earlier change. If so, print the effect of that change.
+        self._tell_ended(self.in_flight_evaluator.trials)
+        if change is not None:
+            # taken() calls this if all ranks adopt the change: its trial begins.
+            self._on_taken = partial(self.in_flight_evaluator.taken, change, measured_plan)
+        return change
+
+    def _next_reductions(
+        self, plan: Plan, measured_plan: Plan | None, reports: list[dict[str, Any]], step_s: float
+    ) -> ReductionChange | None:
+        """Return the next change of the algorithms that reduce gradients; None if there is none.
+
+        There is none during the trial of another kind of change, or if the reductions of a rank do not
+        follow the plan.
+        """
+        if self.in_flight_evaluator.trials.running is not None:
+            return None
+        # One item for each stage; [] if the reductions do not follow the plan.
+        measured_stages = self._measured_reductions(reports, measured_plan)
+        if not measured_stages:
+            return None
+        change = self.reduction_evaluator.next(plan, measured_stages, step_s)
+        self._tell_ended(self.reduction_evaluator.trials)
+        if change is not None:
+            self._on_taken = partial(self.reduction_evaluator.taken, change, plan, measured_stages)
+        return change
+
     def _note_restart(self) -> None:
-        """Remember that all ranks have agreed on a restart, so that no restart is proposed again."""
+        """Record that all ranks have agreed on a restart, so that no other restart is proposed."""
         self._restart = None
         self._will_restart = True
 

@@ -178,7 +178,7 @@ class Replanner:
         self._steps.put((self.boundary.step, begin, end, done, spans, reduction))
 
     def stop(self) -> None:
-        """Let the thread end, without waiting for it."""
+        """Order the thread to end, and return without waiting for its end."""
         self.stopped.set()
         self._steps.put(None)  # wakes the thread if it waits for a step
 
@@ -311,7 +311,7 @@ class Replanner:
 
 
 class _Running:
-    """Global state of re-planning in this process; the hooks below are functions, and share it."""
+    """Global state of re-planning in this process, which the hook functions of this module share."""
 
     replanner: Replanner | None = None  # None before the first step
     #: Parallel sizes and micro-batches a step for which `replanner` was started.

@@ -72,7 +72,7 @@ class Change:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Value by which Trials recognizes an equal change that did not help."""
+        """Value that is equal for changes to the same plan; Trials recognizes rejected changes by it."""
         return self.in_flight
 
     @property
@@ -122,12 +122,12 @@ class Restart:
 
     @property
     def text(self) -> str:
-        """This restart in words, the subject of a sentence for the user."""
+        """Description of this restart for the user, to be continued by `effect_text`."""
         return f"a restart with --holmes-partition {self.partition}"
 
     @property
     def effect_text(self) -> str:
-        """Predicted effect of this restart, the predicate of a sentence that begins with `text`."""
+        """Predicted effect of this restart for the user: the end of a sentence that begins with `text`."""
         return f"would take {self.then_s / self.now_s:.2f} of a step"
 
 
@@ -252,7 +252,7 @@ def seconds_of_passes(costs: StageCosts, layers: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Change that all ranks have adopted for a trial, to measure its effect on the step time."""
+    """Adopted change whose effect on the step time is being measured, and the times before the change."""
 
     change: Any
     deciding_times: tuple[float, ...]  # measured seconds from which the change was chosen
@@ -260,7 +260,7 @@ class _Trial:
 
 
 class EndedTrial(NamedTuple):
-    """Result of the trial of a change: some steps were trained with it, to measure its effect."""
+    """Adopted change with the step time that was measured with it, and whether it stays."""
 
     change: Any
     step_s: float  # measured seconds of a step with the change
@@ -290,7 +290,8 @@ class Trials:
             change: The change.
             deciding_times: Measured seconds from which the change was chosen. If the change is
                 taken back, it is not tried again while these times stay similar.
-            unchanged_times: Seconds that the change should not affect.
+            unchanged_times: Measured seconds that the change should not affect. end() compares
+                them with those after the trial.
         """
         self.running = _Trial(change, deciding_times, unchanged_times)
 
@@ -342,7 +343,7 @@ class PipelineEvaluator:
     """Chooses changes of a job's numbers of micro-batches in flight, and checks their effect."""
 
     def __init__(self, network_api: str, options: Options, engine: EngineTraits):
-        """Start with no change adopted or rejected so far.
+        """Create an evaluator for a job that has adopted no change yet.
 
         Args:
             network_api: VERBS for NCCL, SOCKETS for gloo, of the pipeline's groups.

@@ -67,7 +67,7 @@ class ReductionChange:
 
     @property
     def key(self) -> tuple[_ReductionKey, ...]:
-        """Value by which Trials recognizes a similar change that did not help.
+        """Value that is equal for similar changes; Trials recognizes rejected changes by it.
 
         Changes are similar if all stages get the same algorithms, with the same bytes of buckets or
         chunks after rounding to powers of two.
@@ -96,9 +96,7 @@ class ReductionChange:
 
     @property
     def text(self) -> str:
-        """This change in words, for the first pipeline stage that changes.
-
-        `size` (bytes of gradients) decides whether an algorithm is hierarchical.
+        """Description of this change for the user: new and old algorithm of the first changed stage.
 
         Example: "gradients of stage 1 hierarchically, in chunks of 4 MiB (were in one ring, in
         buckets of 25 MiB)". In a job with a single stage, "of stage 1" is left out.
@@ -107,16 +105,17 @@ class ReductionChange:
         while self.after[stage] == self.before[stage]:
             stage += 1
         of_stage = f" of stage {stage}" if len(self.after) > 1 else ""
-        after = reduction_text(self.after[stage], self.size)
-        before = reduction_text(self.before[stage], self.size)
+        gradient_bytes = self.size  # small gradients are reduced in one ring by any algorithm
+        after = reduction_text(self.after[stage], gradient_bytes)
+        before = reduction_text(self.before[stage], gradient_bytes)
         return f"gradients{of_stage} {after} (were {before})"
 
 
 class _ReductionKey(NamedTuple):
-    """Rough description of an algorithm that reduces gradients, to recognize it if it did not help.
+    """Description of a reduction algorithm that is equal for algorithms of similar speed.
 
-    Two algorithms with the same key count as the same, because their speed is similar: the size of
-    a bucket or chunk is rounded to a power of two. Keys of all stages form ReductionChange.key.
+    The size of a bucket or chunk is rounded to a power of two. ReductionChange.key consists of the
+    keys of all stages.
     """
 
     is_hierarchical: bool
@@ -136,7 +135,7 @@ def is_hierarchical(reduction: ReductionSpec, size: float) -> bool:
 
 
 def reduction_text(reduction: ReductionSpec, size: float) -> str:
-    """Return how gradients are summed, in words: "in one ring, in buckets of 25 MiB".
+    """Return a description of how gradients are summed, such as "in one ring, in buckets of 25 MiB".
 
     Args:
         reduction: How the stage sums gradients.
@@ -290,7 +289,7 @@ def _decisions_by_size(
 
 
 class _Choice(NamedTuple):
-    """Algorithm that reduces the gradients of a pipeline stage, and its time."""
+    """Algorithm chosen for the gradient reductions of a pipeline stage, and its predicted time."""
 
     reduction: ReductionSpec
     seconds: float  # of the reductions in a step: measured for the algorithm in use, else predicted
@@ -300,7 +299,7 @@ class ReductionEvaluator:
     """Chooses changes of the algorithms that reduce a job's gradients, and checks their effect."""
 
     def __init__(self, network_api: str, options: Options, engine: EngineTraits):
-        """Start with no change adopted or rejected so far.
+        """Create an evaluator for a job that has adopted no change yet.
 
         Args:
             network_api: VERBS if the data-parallel groups use NCCL, SOCKETS if they use gloo.

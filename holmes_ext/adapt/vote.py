@@ -60,7 +60,7 @@ class VoteResult(NamedTuple):
 
 @dataclass
 class _Pending:
-    """Change for which this rank has voted yes."""
+    """Change that this rank adopts at step `at`, unless the vote of all ranks keeps the old plan."""
 
     number: int  # of the ballot
     at: int  # first step with the change
@@ -83,11 +83,14 @@ class StepBoundary:
     """
 
     def __init__(self, verdict_of: Callable[[int], str]):
-        """Start a counter of steps at 0, with no change to adopt.
+        """Start before the first training step, without a change of the plan to adopt.
+
+        The ranks vote on each change of the plan. A vote is called a ballot, and its result a verdict.
 
         Args:
-            verdict_of: Called with the number of a ballot; returns its verdict at once, ADOPT_CHANGE
-                or KEEP_PLAN. If no rank has set a verdict yet, it sets KEEP_PLAN for all ranks.
+            verdict_of: Called with the number of a ballot when training reaches the first step with the
+                change. Returns the verdict for all ranks, ADOPT_CHANGE or KEEP_PLAN, without waiting:
+                a ballot that has no verdict yet is ended with KEEP_PLAN.
         """
         self.step = 0  # the step that runs; the first step is 1
         self._pending: _Pending | None = None  # change for which this rank has voted yes
@@ -125,14 +128,14 @@ class StepBoundary:
             return True
 
     def settle(self, number: int, verdict: str) -> None:
-        """Store the verdict of a ballot, if its change is still pending."""
+        """Store the verdict of a ballot, unless training has already reached the step of its change."""
         with self._lock:
             if self._pending is not None and self._pending.number == number:
                 self._pending.verdict = verdict
 
 
 class Vote:
-    """Part of this rank in the votes on changes of the plan (ballots)."""
+    """Votes of this rank with all other ranks on changes of the plan; each vote is called a ballot."""
 
     def __init__(
         self,
@@ -143,7 +146,7 @@ class Vote:
         stopped: threading.Event,
         patience_s: float = PATIENCE_S,
     ):
-        """Prepare to vote.
+        """Store the connection to the job's store, over which the ranks vote.
 
         Args:
             store: Client of the job's store that only this thread uses.

@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any
 
 from holmes_ext.cli.show import sources
@@ -113,11 +114,10 @@ def run(args: argparse.Namespace) -> int:
     node = socket.gethostname() if is_this_machine else os.path.basename(real_root)
     # --sysfs may name a copy of /sys from another machine, perhaps without IP addresses.
     lacks_addresses = not is_this_machine and captured_addresses(args.sysfs) is None
-    nics = _mark_unused(
-        read_nics(args.sysfs),
-        include=[pattern for patterns in args.include for pattern in patterns],
-        exclude=[pattern for patterns in args.exclude for pattern in patterns],
-    )
+    # The options may be given several times: each time with a list of patterns.
+    include = list(chain.from_iterable(args.include))
+    exclude = list(chain.from_iterable(args.exclude))
+    nics = _mark_unused(read_nics(args.sysfs), include, exclude)
     # RDMA (`fast`) needs no address, but sockets do. Unknown addresses count as present.
     is_any_usable = any(
         nic.usable and (nic.fast or nic.addresses or lacks_addresses) for nic in nics

@@ -269,9 +269,7 @@ def _run_preflight(args: argparse.Namespace, process: launcher.Process) -> bool:
 def _collect_checks(
     process: launcher.Process, check: NodeCheck | None, timeout_s: float
 ) -> list[dict[str, Any]]:
-    """Send the check of this node to rank 0, and return those of all nodes there.
-
-    Other ranks return an empty list.
+    """Send the check of this node to rank 0; return the checks of all nodes on rank 0, else [].
 
     Args:
         process: This process.

@@ -118,8 +118,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: Arguments after "holmes"; None for those of this process.
 
     Returns:
-        The status of the command: 0 or 1. 0 if the reader has ended. 2 after an error of the user,
-        or if the disk is full: a line was printed. 130 after Ctrl-C.
+        0 or 1 by the result of the command; 0 if the reader of standard output has ended; 2 after an
+        error of the user or if the disk is full (a line was printed); 130 after Ctrl-C.
     """
     arguments = sys.argv[1:] if argv is None else argv
     # Without `argv`, the command is the whole process, so its time limit counts from the process's start.
@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _process_begin() -> float:
-    """Return the moment of time.monotonic() when this process began; now if that is not known."""
+    """Return the time.monotonic() at which this process began; the current time if that is unknown."""
     now = time.monotonic()
     try:
         stat = Path("/proc/self/stat").read_text()
@@ -181,7 +181,7 @@ def _run_command(argv: list[str], begin: float) -> int:
 
     Args:
         argv: Arguments after "holmes".
-        begin: Moment of time.monotonic() from which on time limits count.
+        begin: time.monotonic() at the begin of the command; its time limit counts from there.
     """
     if not argv:
         print(FIRST, end="")

@@ -148,7 +148,7 @@ def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_layer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for the model, and for the overlaps and splits of the pipeline schedule."""
+    """Add the arguments for the model, for overlapping communication, and for splitting backward passes."""
     add = parser.add_argument_group("layers of each stage").add_argument
     add("--model", metavar="FILE", help="describe the model in TOML (examples/models)")
     add("--profile", metavar="FILE", help="use times that a job measured with --holmes-profile N")

@@ -200,7 +200,7 @@ def joined_line(row: JoinedRow) -> str:
 
 
 def tables(summary: Summary) -> list[ReportTable]:
-    """Return the tables of a report that have rows."""
+    """Return the tables of a report, without tables that have no rows."""
     every = [
         ReportTable("Plans", PLANS, _plan_cells(summary)),
         ReportTable(

@@ -86,7 +86,7 @@ class Shortfall:
 
     @property
     def carries_bps(self) -> float:
-        """Rate that all sockets of a connection reach together, in bits/s."""
+        """Rate that the sockets of one NCCL connection reach together over this link, in bits/s."""
         return self.streams * self.stream_bps
 
     @property
@@ -397,13 +397,7 @@ def egress_interface(host: str) -> str:
     except (OSError, UnicodeError) as error:
         raise HolmesError(f"host {host!a:.200} is unknown to this node: {why(error)}") from None
     problems = []
-    for (
-        family,
-        _,
-        _,
-        _,
-        target,
-    ) in targets:  # the addresses of the host, the preferred address first
+    for family, _, _, _, target in targets:  # addresses of the host, the preferred one first
         try:
             names = _devices_with(_local_address(family, target), devices)
         except OSError as error:

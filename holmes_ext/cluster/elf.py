@@ -49,7 +49,7 @@ class Library:
     """An ELF library or program, as its file contains it."""
 
     def __init__(self, path: str | Path):
-        """Read a file.
+        """Read the ELF file of a library or a program (at most its first GiB).
 
         Raises:
             OSError: the file cannot be read.
@@ -132,7 +132,7 @@ class Library:
         return int(value)
 
     def _offset_of(self, address: int) -> int:
-        """Return the offset in the file of an address.
+        """Return the position in the file of the byte that the loader puts at an address.
 
         Raises:
             ValueError: no segment of the file has the address.

@@ -55,7 +55,7 @@ class Fabric:
 
 
 def is_built_in(network: str) -> bool:
-    """Return whether NCCL has a network without a plugin: "IB" and "Socket"."""
+    """Return whether a network of NCCL, such as "IB" or "Socket", works without a network plugin."""
     return network.lower() in BUILT_IN_NETWORKS
 
 
@@ -78,8 +78,9 @@ def kinds_of_network(network: str) -> tuple[str, ...]:
 
 
 def is_provisional(network: str) -> bool:
-    """Return whether a plugin has this name in its file only, and another name as soon as it runs.
+    """Return whether a plugin's network has this name in the plugin's file, and another when it runs.
 
-    nccl-rdma-sharp-plugins is called "NCCL RDMA Plugin v10", and then "IBext_v10" or "UCX".
+    The file of nccl-rdma-sharp-plugins has the name "NCCL RDMA Plugin v10". When the plugin starts, it
+    changes the name to "IBext_v10" or "UCX".
     """
     return network.lower().startswith(_PROVISIONAL_NAME)

@@ -37,7 +37,7 @@ class Accelerator:
 
     @property
     def any_flops(self) -> float:
-        """The given FLOP/s of kernels, or else those of whole steps, which are fewer; 0 without any."""
+        """FLOP/s of kernels if known, otherwise the lower FLOP/s of whole steps; 0 if both are unknown."""
         return self.flops or self.hardware_flops or self.model_flops
 
 
@@ -209,21 +209,22 @@ def _model_in(upper_name: str) -> str:
 
 
 def gpu_name(text: str) -> str:
-    """Return the shortest name that describes the same GPU.
+    """Return a short name for which accelerator_of() has the same speed, memory and link rate.
 
-    The result is the model if nothing else in the name changes its numbers, and otherwise the name
-    without the vendor:
+    That is the model, if a GPU of this name has the values of the usual GPU of the model. Otherwise
+    it is the name without the vendor:
 
         "NVIDIA-H100-80GB-HBM3"    "H100"
-        "NVIDIA-A100-SXM4-40GB"    "A100-SXM4-40GB", because most A100 have 80 GB
+        "NVIDIA-A100-SXM4-40GB"    "A100-SXM4-40GB", because the usual A100 has 80 GB
         "NVIDIA-H100-NVL"          "H100-NVL"
-        "tesla_p100"               "tesla_p100", an unknown model
+        "tesla_p100"               "tesla_p100", an unknown model: the name does not change
     """
     accelerator = accelerator_of(text)
     if accelerator is None:
         return text
     model = _model_in(_spaced(text))
-    if accelerator == KNOWN_GPUS[model]:
+    usual_gpu_of_model = KNOWN_GPUS[model]
+    if accelerator == usual_gpu_of_model:
         return model
     name = text
     while _VENDOR.match(name):

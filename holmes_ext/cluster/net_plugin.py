@@ -151,10 +151,10 @@ def find_net_plugin(environ: Mapping[str, str], requested: str | None) -> NetPlu
     """Return the first network plugin that NCCL would find on this node.
 
     Args:
-        environ: Environment of the process that uses NCCL, for LD_LIBRARY_PATH.
-        requested: NCCL_NET_PLUGIN: names that are tried in order. Each is a path, a library, or a
-            suffix: "aws-ofi" stands for libnccl-net-aws-ofi.so. "none" ends the list. None if the
-            variable is not set.
+        environ: Environment of the process that uses NCCL. LD_LIBRARY_PATH is read from it.
+        requested: Value of NCCL_NET_PLUGIN, None if it is not set. It lists names, which are tried in
+            order. A name is a path, a library, or a suffix: "aws-ofi" stands for
+            libnccl-net-aws-ofi.so. The name "none" ends the list.
     """
     path = _plugin_path(environ, _DEFAULT if requested is None else requested)
     if path:

@@ -294,7 +294,7 @@ class Nic:
 
     @property
     def name(self) -> str:
-        """Name in NCCL, in messages and for include/exclude: "mlx5_0:1", or "eth0" for ethernet."""
+        """Name of the port for NCCL, messages and the keys include and exclude: "mlx5_0:1" or "eth0"."""
         return self.device if self.kind == "ethernet" else f"{self.device}:{self.port}"
 
     @property

@@ -45,7 +45,7 @@ class NodeReport:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any], processes: int) -> NodeReport:
-        """Return the report whose `to_dict()` is given.
+        """Return the report that `to_dict()` has converted to a dict.
 
         Args:
             document: The report as values that JSON can hold.

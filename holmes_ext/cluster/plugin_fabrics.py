@@ -27,7 +27,7 @@ from holmes_ext.words import grouped, some_of
 
 
 class _Choice(NamedTuple):
-    """Network of a fabric's groups, and the nodes that do not have it."""
+    """NCCL network for the process groups on a fabric, and the fabric's nodes that cannot use it."""
 
     net: str  # see Fabric.net
     problems: dict[str, str]  # node -> reason why NCCL cannot use the network there

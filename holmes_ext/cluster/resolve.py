@@ -162,9 +162,10 @@ def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
 
 
 def apart_by_subnet(site: Site) -> list[str]:
-    """Return [one sentence] if IP subnets alone divide RoCE NICs into several fabrics, else [].
+    """Return a list with one warning if only IP subnets tell several RoCE fabrics apart, else [].
 
-    If RoCE is routed between the subnets, they are a single fabric. The reports cannot show that.
+    If RoCE is routed between the subnets, these fabrics are really one. The nodes' reports cannot show
+    that, so the user has to say it in a cluster file.
     """
     roce = [fabric.name for fabric in site.fabrics if fabric.kind == "roce"]
     if site.source != REPORTS or len(roce) <= 1:
@@ -307,11 +308,16 @@ def _fast_port(
     states = ", ".join(f"{nic.name} is {nic.state_text}" for nic in nics_down)
     may_fall_back = fallback and bool(nics)
     if not nics_up and not may_fall_back:
-        listed = ", ".join(f"{nic.name} ({nic.kind}, {nic.state})" for nic in report.nics) or "none"
+        evidence = states  # of the NICs of the cluster's kind, which are down
+        advice = ""
+        if not nics:
+            listed = ", ".join(f"{nic.name} ({nic.kind}, {nic.state})" for nic in report.nics)
+            evidence = f"its NICs: {listed or 'none'}"
+            advice = kinds_to_write(report.nics)
         raise HolmesError(
             f"{spec.source}: node {report.name!r} of cluster {cluster.name!r} has no "
-            f"{cluster.kind} NIC that is up ({states or f'its NICs: {listed}'}); fix it, or set "
-            f"the cluster's kind or include to what it has{'' if nics else kinds_to_write(report.nics)}"
+            f"{cluster.kind} NIC that is up ({evidence}); fix it, or set "
+            f"the cluster's kind or include to what it has{advice}"
         )
     port = Port.of_nics(cluster.fabric, nics_up or nics, cluster.rate_bps, cluster.kind)
     # report.nccl.no_verbs: reason why NCCL's network "IB" has no device on the node. With a plugin

@@ -152,8 +152,8 @@ class Site:
     def of_reports(cls, nodes: Sequence[Node], fabrics: tuple[Fabric, ...]) -> Site:
         """Return the site of nodes that reported, without a cluster.toml.
 
-        If nodes of a cluster have different numbers of processes, each number gets a cluster of its own: "ib"
-        becomes "ib-4" and "ib-8".
+        All nodes of a cluster must have equally many processes. So a cluster "ib" that has nodes with 4 and
+        nodes with 8 processes is split into two clusters, "ib-4" and "ib-8".
         """
         counts_in: dict[str, set[int]] = {}  # cluster -> numbers of processes of its nodes
         for node in nodes:
@@ -199,9 +199,8 @@ class Site:
     def ranks_of_every_node(self) -> int:
         """Number of processes on each node if all have equally many, else 1.
 
-        It is for error messages about parallel sizes (Sizes.complete) that propose numbers of nodes that
-        would fit. If nodes differ, no number of nodes says how many ranks they have. With 1, the messages
-        propose numbers of processes instead.
+        For error messages that parallel sizes do not fit (Sizes.complete): they propose a number of nodes
+        with so many ranks each. With 1, the proposal is a number of ranks.
         """
         return self.processes if self.has_equal_nodes else 1
 
@@ -313,7 +312,7 @@ class Site:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Site:
-        """Return the site whose `to_dict()` is given, from the job's store or a file.
+        """Return the site that `to_dict()` has converted to a dict, as read from the job's store or a file.
 
         Raises:
             HolmesError: a key is missing, unknown, or has a value that is not allowed.

@@ -18,7 +18,7 @@ _HOST_PREFIX_LENGTH = 32
 
 
 class Subnet(NamedTuple):
-    """Network segment whose ports certainly reach each other."""
+    """InfiniBand or IP subnet of fast NICs: all ports in the same subnet can reach each other."""
 
     kind: str  # of the NICs
     #: InfiniBand: subnet prefix. RoCE: IP subnet. NICs that only a network plugin of NCCL can use: IP
@@ -72,12 +72,20 @@ def _ipv4_subnet(nic: Nic) -> str:
 
 
 def check_subnets(by_subnet: Mapping[Subnet, NicsOfNodes]) -> None:
-    """Raise HolmesError if the subnets do not show which nodes are on the same fabric.
+    """Check that the subnets of NICs show which nodes are on the same fabric (network).
 
     Args:
         by_subnet: Subnet -> node -> NICs of the node on the subnet.
+
+    Raises:
+        HolmesError: They do not show this, in one of these cases:
+            - Several nodes have InfiniBand ports with the default subnet prefix, which separate fabrics
+              have in common.
+            - Several nodes share no RoCE subnet with any other node: RoCE may be routed between them.
+            - NICs that only a network plugin can use, such as EFA, are in nodes whose Ethernet is in
+              several IP subnets.
     """
-    # Separate InfiniBand fabrics often have the same default prefix, and so have those of Omni-Path.
+    # Omni-Path has the same default prefix as InfiniBand.
     for kind, nic_kind in KINDS.items():
         if nic_kind.infiniband:
             subnet = Subnet(kind, DEFAULT_SUBNET_PREFIX)

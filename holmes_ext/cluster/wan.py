@@ -81,7 +81,7 @@ class Between:
 
 
 class LinkCost(NamedTuple):
-    """Cost of a message between two clusters: latency_s + bits * seconds_per_bit."""
+    """Time of a message between two clusters: latency_s + bits * seconds_per_bit, in seconds."""
 
     seconds_per_bit: float  # on the slowest hop
     latency_s: float  # of all hops together
@@ -144,7 +144,7 @@ class Wan:
         )
 
     def only(self, clusters: Collection[str]) -> Wan:
-        """Return the network between some of the clusters."""
+        """Return the part of this network that connects the given clusters with one another."""
         return Wan(
             tuple(uplink for uplink in self.uplinks if uplink.cluster in clusters),
             tuple(link for link in self.between if set(link.clusters).issubset(clusters)),

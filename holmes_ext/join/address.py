@@ -44,14 +44,14 @@ class JoinAddress:
 
 @dataclass(frozen=True)
 class PortRange:
-    """Ports on which a rank may listen, and the external address that other jobs call (NAT)."""
+    """Ports on which a rank may listen for other jobs, and its external address if it is behind NAT."""
 
     ports: tuple[int, int] | None = (0, 0)  # first and last; 0, 0: any free port; None: no port
     host: str = ""  # that other jobs call; "": the address on which the rank listens
     port: int = 0  # external port to which the first port is mapped; 0: ports are not mapped
 
     def advertised(self, port: int) -> int:
-        """Return the external port that other jobs call to reach the port on which a rank listens."""
+        """Return the port that other jobs must call if a rank listens on `port`; NAT may change it."""
         assert self.ports is not None
         first, _ = self.ports
         if not self.port:

@@ -44,27 +44,32 @@ if TYPE_CHECKING:
 
 
 class Schedule(Protocol):
-    """Interface of the training loop (loop.OuterLoop) that an outer algorithm sees.
+    """Part of the training loop (loop.OuterLoop) that an outer algorithm uses.
 
-    After each inner step the loop calls the algorithm's after_step(). With these counters and operations,
-    that method sends a fragment's pseudo-gradient or applies a received aggregate, if it is time. A period is
-    the time from one fragment's exchange to the next fragment's, counted in inner steps.
+    The jobs exchange the model fragment by fragment. A period is the number of inner steps between the
+    exchanges of two fragments. After each inner step, the loop calls `algorithm.after_step(loop)`. The
+    algorithm then reads the two counters of the loop, and calls its methods if a pseudo-gradient must be
+    sent, or a received aggregate must be applied.
     """
 
     in_period: int  # inner steps since the period began
     period: int  # length of a period: every / fragments inner steps
 
     def capture(self) -> int:
-        """Compute and keep the next fragment's pseudo-gradient; return the fragment's index."""
+        """Compute and keep a pseudo-gradient: that of the next part (fragment) of the model.
+
+        Returns:
+            Index of the fragment.
+        """
 
     def submit(self, fragment: int) -> None:
-        """Send the captured pseudo-gradient of a fragment."""
+        """Begin to exchange the pseudo-gradient that capture() has computed for part `fragment`."""
 
     def finish_round(self, fragment: int) -> None:
-        """Wait for the aggregate of a fragment's submitted pseudo-gradient, and apply it."""
+        """Wait for the end of the exchange of part `fragment`, and apply the aggregated result."""
 
     def submitted(self) -> list[int]:
-        """Return the fragments with a submitted pseudo-gradient, the oldest first."""
+        """Return the parts of the model whose exchange is not finished yet, the oldest first."""
 
     def new_period(self) -> None:
         """Begin the next period: set the counter of inner steps since the last exchange to 0."""
@@ -122,8 +127,8 @@ class DiLoCo:
     def gap_of(self, momentum_square: float, gradient_square: float) -> float:
         """Return the number by which an aggregate is divided because it is stale; 1.0: it counts in full.
 
-        The divisor is called "gap", as in CO2: it grows with the anchor's move since the aggregate's
-        pseudo-gradients were sent.
+        The divisor is called "gap", as in CO2. It grows with the distance by which outer steps have moved
+        the weights since the aggregate's pseudo-gradients were sent.
 
         Args:
             momentum_square: Squared length of the fragment's momentum, over all ranks.
@@ -143,7 +148,7 @@ class DiLoCo:
         """Take an outer optimizer step: update anchor weights and outer momentum in place.
 
         Args:
-            anchor: Flat float32 tensor.
+            anchor: Weights after the last outer step: a flat float32 tensor.
             momentum: Tensor of the same length, float32 or bfloat16 (rounded after the step); None:
                 no momentum.
             gradient: Aggregate of the jobs' pseudo-gradients, of the same length; overwritten.
@@ -209,7 +214,7 @@ class DiLoCo:
     def after_step(self, loop: Schedule) -> None:
         """After an inner step, send a pseudo-gradient or apply an aggregate if it is time.
 
-        The fragments take turns: each period of `loop.period` inner steps exchanges the next fragment.
+        The fragments (parts of the model) take turns: each period of `loop.period` inner steps exchanges one.
         The fragment's pseudo-gradient is sent `delay` inner steps before the end of the period. The
         aggregate is applied at the end.
 
@@ -226,13 +231,13 @@ class DiLoCo:
 
 
 class Average(DiLoCo):
-    """Plain averaging of the weights (local SGD): an outer step without momentum."""
+    """Plain averaging of the jobs' weights (local SGD): DiLoCo's outer step without momentum."""
 
     defaults = {"momentum": 0.0}
 
 
 class Co2(DiLoCo):
-    """CO2: a fragment's aggregate is applied one round later, when the fragment is sent again.
+    """CO2: the aggregate for a part of the model is applied one round later, when the part is sent again.
 
     The next pseudo-gradient already contains the inner steps taken since the last pseudo-gradient was
     sent. So these inner steps are not kept in the local weights: the local weights are set to the new
@@ -249,9 +254,10 @@ class Co2(DiLoCo):
 
             gap = 1 + (distance that the anchor has moved since sending) / (length of the aggregate)
 
-        In that time the anchor has taken one outer step, -lr times the momentum. So the distance is
-        lr times the momentum's length, and no copy of the older anchor is needed. The form (1 if
-        nothing has moved) is that of Gap-Aware (Barkai et al., arXiv 1909.10802, section 4).
+        The anchor is the weights after the last outer step. Since sending, it has taken one outer step,
+        -lr times the momentum. So the distance is lr times the momentum's length, and no copy of the
+        older anchor is needed. The form (1 if nothing has moved) is that of Gap-Aware (Barkai et al.,
+        arXiv 1909.10802, section 4).
 
         Args:
             momentum_square: Squared length of the fragment's momentum, over all ranks.
@@ -278,7 +284,7 @@ class Co2(DiLoCo):
         return momentum
 
     def after_step(self, loop: Schedule) -> None:
-        """Apply a fragment's last aggregate and send its next pseudo-gradient at the end of a period."""
+        """At the end of a period, apply a fragment's last aggregate, and send its new pseudo-gradient."""
         if loop.in_period >= loop.period:
             fragment = loop.capture()
             loop.finish_round(fragment)  # of the pseudo-gradient that was submitted the last time

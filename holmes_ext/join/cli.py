@@ -259,7 +259,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _name_of_this_host() -> str:
-    """Return the full name of this host; only its short name if /etc/hosts makes it "localhost"."""
+    """Return the fully qualified name of this host, or its short name if the full one is "localhost"."""
     full_name = socket.getfqdn()
     return socket.gethostname() if full_name.startswith("localhost") else full_name
 
@@ -342,7 +342,7 @@ def _run_settings(text: str) -> OuterSettings:
 
 
 def _raise_file_limit() -> None:
-    """Allow as many open files as possible: each rank behind NAT keeps a connection."""
+    """Raise this process's limit of open files to its maximum; each rank behind NAT needs a connection."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 

@@ -210,7 +210,7 @@ def codec_of(settings: OuterSettings) -> OuterCodec:
 
 
 def residual_dtype(settings: OuterSettings) -> torch.dtype | None:
-    """Return the dtype in which rounding errors are kept for the next encoding; None: they are not kept."""
+    """Return the dtype of the rounding errors that the codec adds to its next input; None: it adds none."""
     if settings.compress in ("int8", "2bit"):
         return torch.bfloat16
     return None

@@ -41,9 +41,9 @@ _THREAD = "holmes-early"
 
 
 class EarlyContact:
-    """Settings of the run, connection to the coordinator and open port of this rank.
+    """Settings, coordinator connection and open port, which threads get while the job starts.
 
-    Creating the object starts a thread for each of them, and returns at once. The results are futures.
+    The constructor starts the threads and returns at once.
 
     Args:
         place: Address of the coordinator, and credentials and ports of the job.
@@ -91,7 +91,7 @@ class EarlyContact:
         return _result_of(self._port, open_now)
 
     def close_channel(self) -> None:
-        """Close the connection for requests, also if it opens later: this is not rank 0 after all."""
+        """Close the connection for requests as soon as it is open, because only rank 0 needs one."""
 
         def close_if_open(channel: Future[Channel]) -> None:
             if channel.exception() is None:
@@ -157,7 +157,7 @@ def settings_of_run(place: JoinPlace, deadline: Deadline) -> RunSettings:
 
 
 def _result_of(future: Future[T], do_now: Callable[[], T]) -> T:
-    """Wait for a future, and return its result. If it has an error, call do_now(), and return its result."""
+    """Return the result of a future, after waiting for it; if it has an error, the result of do_now()."""
     if future.exception() is not None:
         return do_now()
     return future.result()

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from math import ceil
 from typing import NamedTuple
 
@@ -81,7 +82,7 @@ class TimedSetting:
 
 
 class OuterValues(NamedTuple):
-    """The three values of --holmes-outer on which the time of a step depends."""
+    """Values of `every`, `fragments` and `delay` in --holmes-outer: the step time depends on these."""
 
     every: int  # inner steps from an exchange of a fragment to its next exchange
     fragments: int  # parts of the model that are exchanged one after the other
@@ -156,31 +157,33 @@ def round_seconds(site: Site, parameters: float, fragments: int, compress: str =
     Args:
         site: The clusters, and the links between them.
         parameters: Parameters of the model.
-        fragments: Fragments of the model.
+        fragments: Number of fragments (parts of the model that are exchanged one by one).
         compress: Codec of the pseudo-gradients.
     """
     bits = _bits(parameters, fragments, compress)  # from a job to another job, in a round
-    bits_of_pair = {
-        (sender, receiver): bits
-        for sender in site.clusters
-        for receiver in site.clusters
-        if sender != receiver
-    }
+    bits_of_pair = dict.fromkeys(permutations(site.clusters, 2), bits)  # (sender, receiver) -> bits
     loads = hop_loads(site.wan, bits_of_pair)  # hop of the WAN -> bits that cross it
     busiest_hop_s = max((load / hop.rate_bps for hop, load in loads.items()), default=0.0)
     ethernet = site.fabric_by_name[ETHERNET]
     sent_bits = (len(site.clusters) - 1) * bits
     smallest_cluster_bps = min(nodes_of(site).values()) * ethernet.rate_bps
     nics_s = sent_bits / smallest_cluster_bps
-    longest_latency_s = max(
-        (sum(hop.latency_s for hop in site.wan.hops(*pair)) for pair in bits_of_pair), default=0.0
-    )
-    round_trip_s = 2 * (longest_latency_s or ethernet.latency_s)
+    latencies_s = []  # of each pair of clusters, one way
+    for sender, receiver in bits_of_pair:
+        hops = site.wan.hops(sender, receiver)
+        latencies_s.append(sum(hop.latency_s for hop in hops))
+    round_trip_s = 2 * (max(latencies_s, default=0.0) or ethernet.latency_s)
     return max(busiest_hop_s, nics_s) + _ROUND_TRIPS * round_trip_s
 
 
 def _bits(parameters: float, fragments: int, compress: str) -> float:
-    """Return the size of a fragment's compressed pseudo-gradient, in bits."""
+    """Return the size of a fragment's compressed pseudo-gradient, in bits.
+
+    Args:
+        parameters: Number of parameters of the model.
+        fragments: Number of fragments (parts) into which the model is divided.
+        compress: Compression of the pseudo-gradients, a key of SHARES.
+    """
     return _ELEMENT_BITS * SHARES[compress] * parameters / fragments
 
 
@@ -305,7 +308,7 @@ class RoundForecasts:
         steps from an exchange of a fragment to its next exchange) is the least that the delay allows.
 
         Args:
-            fragments: Number of fragments of the setting.
+            fragments: Number of fragments (parts of the model) of the setting.
         """
         # The delay must last at least as long as a round without other traffic.
         alone_s = round_seconds(self.site, self.parameters, fragments, self.compress)

@@ -89,7 +89,7 @@ def prepare(
 
 
 def weights_of(shards: Any) -> Weights:
-    """Convert the weights of this rank from the form that a framework's patch returns.
+    """Return the weights that a framework's patch has described, as a Weights object.
 
     Args:
         shards: The weights, a training.WeightShards.
@@ -412,7 +412,7 @@ def _refuse_unsupported_shards(
 
 
 def _flat(ranges: list[RankRange]) -> list[int]:
-    """Return [start, stop, rank, start, stop, rank, ...] of the ranges: the form in reports.Hello."""
+    """Return [start, stop, rank, start, stop, rank, ...]: the form of ranges in a job's `hello`."""
     numbers = []
     for span in ranges:
         numbers += [span.start, span.stop, span.rank]

@@ -45,7 +45,7 @@ _SHORTEST_STEP_S = 1e-6
 
 @dataclass(frozen=True)
 class Record:
-    """Finished round (exchange of a fragment with other jobs), for telemetry and `holmes report`."""
+    """Record of a round (exchange of a part of the model) that has ended, for telemetry and reports."""
 
     number: int
     fragment: int
@@ -56,7 +56,7 @@ class Record:
 
 @dataclass
 class _Capture:
-    """Pseudo-gradient of a fragment (anchor minus local weights), perhaps not sent yet."""
+    """Pseudo-gradient of a part of the model, and the local weights from which it was computed."""
 
     in_flight: InFlight
     #: Host copy of the local weights at the capture, to compute the later inner steps that are kept (later
@@ -125,7 +125,7 @@ class OuterLoop:
         self.algorithm.after_step(self)
 
     def capture(self) -> int:
-        """Capture the next fragment's pseudo-gradient: its anchor minus its local weights.
+        """Compute the pseudo-gradient of the next part (fragment) of the model: anchor minus local weights.
 
         The anchor is the fragment's weights after its last outer step, equal in all jobs.
 
@@ -141,7 +141,7 @@ class OuterLoop:
         """Compute a fragment's pseudo-gradient, anchor minus local weights; submit() sends it.
 
         Args:
-            index: Index of the fragment.
+            index: Index of the fragment, a part of the model.
             number: Number of the round in which it will be exchanged.
 
         Raises:
@@ -158,11 +158,11 @@ class OuterLoop:
         gradient = fragment.anchor - local
         if index in self._carried:  # the pseudo-gradient of a void round
             gradient += self._carried.pop(index)
-        # If inner steps after the capture are to be kept, the local weights at this time are needed later.
-        parts = None
+        # mix=keep: the inner steps between capture and outer step are later weights minus this copy.
+        weights_at_capture = None
         keeps_later_steps = self.settings.mix == "keep" and self.algorithm.keeps_progress
-        if keeps_later_steps and self.settings.delay:
-            parts = [
+        if keeps_later_steps and self.settings.delay > 0:
+            weights_at_capture = [
                 Part(part.start, part.values.to("cpu", torch.float32, copy=True))
                 for part in self.weights.held(fragment.start, fragment.stop)
             ]
@@ -176,27 +176,27 @@ class OuterLoop:
             period=self._wanted_period(),
         )
         self._tokens = 0.0
-        self._captured[index] = _Capture(in_flight, parts)
+        self._captured[index] = _Capture(in_flight, weights_at_capture)
 
     def submit(self, fragment: int) -> None:
-        """Pass the captured pseudo-gradient of a fragment to the thread that runs the outer rounds."""
+        """Pass the captured pseudo-gradient of part `fragment` of the model to the rounds thread."""
         sent = self._captured.pop(fragment)
         self._submitted[fragment] = sent
         self.rounds.submit(sent.in_flight)
 
     def submitted(self) -> list[int]:
-        """Return the fragments whose pseudo-gradients were submitted, the oldest first."""
+        """Return the parts of the model with a submitted, not yet applied pseudo-gradient, oldest first."""
         return list(self._submitted)
 
     @torch.no_grad()
     def finish_round(self, fragment: int) -> None:
-        """Wait for the end of a fragment's round, and apply the result to anchor and local weights.
+        """Wait for a round to end; update a fragment's local weights and anchor (the outer weights).
 
         If nothing was submitted yet (first period of CO2), the local weights are only reset to the
-        anchor. Their difference is in the pseudo-gradient just captured, so no progress is lost.
+        anchor. The pseudo-gradient just captured contains this change, so no progress is lost.
 
         Args:
-            fragment: Index of the fragment.
+            fragment: Index of the fragment, a part of the model.
         """
         sent = self._submitted.pop(fragment, None)
         if sent is None:
@@ -228,7 +228,7 @@ class OuterLoop:
         self._on_round(Record(in_flight.number, fragment, in_flight.step, exposed_s, result))
 
     def _apply_result(self, fragment: int, sent: _Capture, result: RoundResult) -> None:
-        """Update anchor and local weights of a fragment after its round, by the round's verdict.
+        """Update a fragment's local weights and anchor (weights after the last outer step) after a round.
 
             taken     (weights came from another job) local weights <- the new anchor
             commit    take the outer step; then combine local weights and new anchor by the setting
@@ -238,7 +238,7 @@ class OuterLoop:
                       algorithm keeps no inner steps in them (CO2), local weights <- the anchor
 
         Args:
-            fragment: Index of the fragment.
+            fragment: Index of the fragment, a part of the model.
             sent: The pseudo-gradient that this job submitted, with the local weights at that time.
             result: Result of the round.
         """
@@ -267,7 +267,7 @@ class OuterLoop:
             self._carried[fragment] = sent.in_flight.gradient
 
     def new_period(self) -> None:
-        """Begin the next period: restart the count and the clock of inner steps until the next exchange."""
+        """Begin the next period: set its count of inner steps to 0, and its start time to now."""
         self.in_period = 0
         self._period_start = time.monotonic()
 
@@ -293,8 +293,8 @@ class OuterLoop:
     def _mix_with_anchor(self, index: int, captured: list[Part] | None) -> None:
         """Set the local weights of fragment `index` after an outer step by the setting `mix`; collective.
 
-        mix=keep: anchor plus inner steps since the capture. mix=A, a number: A * local weights +
-        (1 - A) * anchor.
+        mix=keep: anchor (weights after the outer step) plus inner steps since the capture. mix=A, a
+        number: A * local weights + (1 - A) * anchor.
 
         Args:
             captured: With mix=keep, the local weights at the capture; None: keep no inner steps.
@@ -311,10 +311,10 @@ class OuterLoop:
     def _overwrite_local(
         self, index: int, new_values: Callable[[Part, torch.Tensor], torch.Tensor]
     ) -> None:
-        """Overwrite the local weights of fragment `index` with values from their anchor; collective.
+        """Overwrite the local weights of fragment `index` by values computed from the anchor; collective.
 
-        Each rank has the anchor of the elements that it exchanges. It gets the anchor of its other
-        elements from the ranks that hold the same weights.
+        The anchor is the weights after the last outer step. Ranks with the same weights each store a part
+        of it, so the parts are gathered first.
 
         Args:
             new_values: Called with consecutive local weights and their anchor; returns their new values.
@@ -330,7 +330,7 @@ class OuterLoop:
         own share of the elements only, so the shares are gathered before the local weights are written.
 
         Args:
-            index: Index of the fragment.
+            index: Index of the fragment, a part of the model.
             mine: Values of the elements that this rank exchanges with other jobs.
 
         Yields:
@@ -346,8 +346,8 @@ class OuterLoop:
     def _wanted_period(self) -> int:
         """Return the period that this rank proposes, in inner steps; 0: no change.
 
-        With `every` in seconds, all fragments are exchanged once in that time. So a period takes every /
-        fragments seconds; divided by the measured time of a step. All ranks use the proposal of rank 0.
+        If `every` is in seconds, a period should last every / fragments seconds. The proposal is this time
+        divided by the measured time of an inner step. All ranks use the proposal of rank 0.
         """
         if not self.settings.seconds:
             return 0
@@ -490,7 +490,7 @@ class OuterLoop:
         return f"round {self.number}"
 
     def end(self, why: str = "training is over") -> None:
-        """Leave the run, after waiting for the rounds under way for at most two timeouts."""
+        """Leave the run after the rounds under way; wait for them at most twice a round's timeout."""
         self.rounds.close(2 * self.settings.timeout, why)
 
 

@@ -53,8 +53,8 @@ _MATRIX_DIMENSIONS = 2
 def is_matrix(shape: Sequence[int]) -> bool:
     """Return whether Muon orthogonalizes a tensor of this shape.
 
-    It does if the tensor has two dimensions, both greater than 1, and the longer is at most 16 times the
-    shorter: the weight matrix of a layer, but not an embedding.
+    Muon orthogonalizes the weight matrices of layers, but not embeddings: tensors with two dimensions, both
+    greater than 1, the longer at most 16 times the shorter.
     """
     if len(shape) != _MATRIX_DIMENSIONS:
         return False

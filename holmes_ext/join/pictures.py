@@ -35,7 +35,7 @@ _NARROW_TICKS, _WIDE_TICKS = 4, 9
 
 @dataclass(frozen=True)
 class Incarnation:
-    """Start of a job, with its steps until the job ends or is killed."""
+    """Measured steps of a job, from one of its starts until it ended or was killed."""
 
     job: str
     end: float  # seconds from the first job's start
@@ -136,9 +136,7 @@ def losses_figure(lives: Sequence[Incarnation], width: float = WIDE) -> Any:
         if life.killed:  # a line over the whole height with a name: no other line hides it
             axis.axvline(life.end, color=INK, lw=1.5, ls=":", zorder=4)
             axis.plot(life.ends[-1:], life.losses[-1:], "x", color=INK, ms=10, mew=2.5, zorder=5)
-            is_right = (
-                life.end > middle
-            )  # then the name is to the left of the line: so it stays inside
+            is_right = life.end > middle  # the name is then left of the line, to stay inside
             axis.annotate(
                 f"{life.job} is killed",
                 (life.end, 1),

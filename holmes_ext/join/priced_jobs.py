@@ -95,7 +95,7 @@ def _predict_step(request: SearchResult, seconds: float) -> _StepPrediction:
 
 
 def _request(spanning: SearchResult, cluster: str, samples: int) -> SearchResult:
-    """Return the request of a search for a job with `samples` samples a step on a cluster."""
+    """Return the input of a plan search for a job on one cluster that trains `samples` samples a step."""
     site = site_of_cluster(spanning.network.site, cluster)
     model = replace(spanning.model, global_batch=samples, micro_batches=0)
     request = spanning.on(Network(site, spanning.network.links), model)
@@ -103,10 +103,14 @@ def _request(spanning: SearchResult, cluster: str, samples: int) -> SearchResult
 
 
 def _step_time_key(request: SearchResult, cluster: str) -> Hashable:
-    """Return a key that is equal for two jobs if the same search predicts their step times.
+    """Return a key that is equal for two jobs if a search predicts the same step time for both.
 
     The key contains the samples of a step, the GPU, and the processes and networks of every node.
     The model is not in it, because all jobs of a forecast train the same model.
+
+    Args:
+        request: Request for a search of the job's best plan; it contains no plans yet.
+        cluster: Name of the cluster on which the job runs.
     """
     network = request.network
     fabrics: dict[str, Hashable] = {}  # name of a network -> its part of the key

@@ -70,7 +70,7 @@ class RollingLoop(OuterLoop):
         super().after_step(tokens)
 
     def capture(self) -> int:
-        """Compute the pseudo-gradient of the next fragment that has none on offer to other jobs.
+        """Compute the pseudo-gradient of the next part of the model that has none on offer to other jobs.
 
         Fragments take turns in cyclic order. A fragment's pseudo-gradient is stored in `_captured`.
         submit() then moves it to `_submitted`: it is on offer until a round has used it.
@@ -110,7 +110,7 @@ class RollingLoop(OuterLoop):
             super().submit(fragment)
 
     def submitted(self) -> list[int]:
-        """Return no fragments, because training waits for no round."""
+        """Return an empty list: with rounds=async, training waits for no round."""
         return []
 
     def new_period(self) -> None:
@@ -133,7 +133,7 @@ class RollingLoop(OuterLoop):
 
     @torch.no_grad()
     def _apply(self, contribution: InFlight | None, result: RoundResult) -> None:
-        """Apply the result of a round to anchors and local weights, by its verdict; collective.
+        """Apply the result of a round to anchors (the outer weights) and local weights; collective.
 
             commit    take the outer step, and move the local weights with the anchor
             taken     (weights came from another job) replace anchors, and set the local weights to
@@ -173,7 +173,7 @@ class RollingLoop(OuterLoop):
         job was left out, its pseudo-gradient and local progress are discarded.
 
         Args:
-            index: Index of the fragment.
+            index: Index of the fragment, a part of the model.
             contribution: This job's pseudo-gradient in the round; None: it only received.
             result: Result of the round.
             is_left_out: This job's pseudo-gradient was found unusable, and did not count.
@@ -196,9 +196,9 @@ class RollingLoop(OuterLoop):
         self._on_weights_written()  # the framework updates its copies of the weights
 
     def _discard_local_progress(self, index: int) -> None:
-        """Set the local weights of a fragment to its anchor, and forget its submitted pseudo-gradient.
+        """Set the local weights of a fragment to its anchor: the weights after its last outer step.
 
-        The fragment can then be captured again.
+        The submitted pseudo-gradient of the fragment is forgotten, so a new one can be computed.
         """
         self._submitted.pop(index, None)
         self._set_to_anchor(index)

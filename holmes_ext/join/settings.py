@@ -242,7 +242,7 @@ def _text_of_setting(name: str, values: Mapping[str, Any]) -> str:
 
 
 def _given_settings(text: str) -> dict[str, Any]:
-    """Return the settings in a text, as field of OuterSettings -> value, without defaults.
+    """Return the settings in a text: field of OuterSettings -> value, without fields that are not given.
 
     Raises:
         HolmesError: A part of the text is malformed.

@@ -68,7 +68,7 @@ class WeightShards:
 
 @dataclass(frozen=True)
 class FrameworkAdapter:
-    """Access of the outer training to the weights of a framework, made by the framework's patch."""
+    """Functions of a framework's patch by which the outer training reads and writes the weights."""
 
     #: Name of the framework, the same in all jobs.
     name: str
@@ -195,7 +195,7 @@ def _reduce_garbage_collection(job: _Job) -> None:
 
 
 def _restore_garbage_collection(job: _Job) -> None:
-    """Undo _reduce_garbage_collection(), unless the program has set another threshold in the meantime."""
+    """Restore Python's threshold for garbage collection, unless the program has changed it meanwhile."""
     if job.gc_thresholds is not None and gc.get_threshold()[0] == _OBJECTS_AT_START:
         gc.set_threshold(*job.gc_thresholds)
     job.gc_thresholds = None
@@ -348,7 +348,7 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
     from holmes_ext.join.join import join, prepare, weights_of
 
     def weights() -> Any:
-        """Return the weights of this rank; raise HolmesError if the framework's settings do not allow it."""
+        """Return this rank's weights; raise HolmesError if the framework's settings rule out joining."""
         reason = adapter.refusal(job.settings)
         if reason:
             raise HolmesError(f"--holmes-join: a job of {adapter.name} cannot join: {reason}")

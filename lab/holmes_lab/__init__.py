@@ -35,7 +35,7 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str):
-    """Return a public name, and import its module only now.
+    """Return a public name of this package, after importing the module that defines it.
 
     The keeper (the process that owns a lab) and the ranks import this package, but need only a few
     small modules of it.

@@ -55,7 +55,7 @@ class CoreMeter:
         self._shares: list[float] = []
 
     def sample(self) -> None:
-        """Record the load if a sample is over. The owner calls this method often."""
+        """End the running sample and begin the next, if SAMPLE_S seconds are over. Call this often."""
         now = time.monotonic()
         if now - self._sample_start_s >= self.SAMPLE_S:
             times = core_times()

@@ -83,7 +83,7 @@ class LabCoordinator:
         return file
 
     def flags(self, name: str, own: str = "") -> list[str]:
-        """Invite a training job, and return its flags.
+        """Invite a training job to the run, and return the flags with which it joins.
 
         Args:
             name: Name of the job.

@@ -83,7 +83,7 @@ def _all_nodes(count: int) -> str:
 
 
 def _lines_about_processes(start: StatedNodes, spec: SiteSpec) -> list[str]:
-    """Return a line if clusters have another number of processes on each node than the command starts."""
+    """Return a line if a command starts another number of processes per node than cluster.toml says."""
     others = [
         f"{cluster.processes} in {cluster.name}"
         for cluster in spec.clusters

@@ -168,16 +168,19 @@ def run(args: argparse.Namespace) -> int:
 def _drop_options_of_existing(
     existing: SiteSpec, kinds: dict[str, str], rates: dict[str, int], ethernet_bps: int
 ) -> list[str]:
-    """Return the parts of a file that differ from --kind and --rate: ["cluster a", "ethernet"].
+    """Remove the values of --kind and --rate for clusters that the existing cluster.toml has already.
 
-    The values of the file stay, and the caller tells the user so. Options for clusters of the file
-    are removed from `kinds` and `rates`, so that only options for new clusters remain.
+    The file keeps its own values for these clusters, so only options for new clusters have an effect.
 
     Args:
         existing: Content of the file.
-        kinds: Cluster -> kind in the options. It is changed.
-        rates: Cluster -> rate in the options, bits/s. It is changed.
-        ethernet_bps: Rate of the network that reaches every node in the options, 0 if they have none.
+        kinds: Cluster -> value of --kind. It is changed.
+        rates: Cluster -> value of --rate, bits/s. It is changed.
+        ethernet_bps: Value of --rate for the network that reaches every node; 0: not given.
+
+    Returns:
+        Parts of the file whose values differ from the options, such as ["cluster a", "ethernet"], for
+        a message.
     """
     kept = []
     for cluster in existing.clusters:

@@ -89,12 +89,13 @@ class Screen:
             title: Line above the table.
             styles: Style of rich for each row.
         """
-        widths = [
-            _width_of(column, [row[index] for row in rows]) for index, column in enumerate(columns)
-        ]
-        kept = [
-            index for index in range(len(columns)) if not rows or any(row[index] for row in rows)
-        ]
+        widths = []
+        kept = []  # indices of the columns that are shown
+        for index, column in enumerate(columns):
+            cells = [row[index] for row in rows]
+            widths.append(_width_of(column, cells))
+            if any(cells) or not rows:
+                kept.append(index)
         left_out: list[int] = []
         spare = self._spare(widths, kept)
         while spare < 0:

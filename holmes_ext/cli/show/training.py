@@ -46,9 +46,8 @@ class Training:
 
     model: Model | None  # None if nothing names the model
     sizes: Sizes | None  # the user's layout, not completed; None if nothing names sizes
-    command_line: CommandLine = (
-        CommandLine()
-    )  # settings in the training command; empty without a command
+    #: Settings in the training command; empty without a command.
+    command_line: CommandLine = CommandLine()
     lines: tuple[str, ...] = ()  # assumptions and arguments that were not read, for the user
     options: Options = Options()  # holmes's flags in the command, and HOLMES_DISABLE
     engine: EngineTraits = EngineTraits()  # capabilities of the framework
@@ -57,7 +56,7 @@ class Training:
 
     @property
     def known_model(self) -> Model:
-        """The model, in code that runs only for jobs with a model; AssertionError without a model."""
+        """The model of the job; for callers that know that there is one (AssertionError if not)."""
         assert self.model is not None
         return self.model
 
@@ -163,7 +162,7 @@ def lines_before_error(lines: Iterable[str]) -> Iterator[None]:
 
 
 def show_lines(screen: Screen, lines: Iterable[str]) -> None:
-    """Print lines about the training command, those that need attention in colour."""
+    """Print lines about the training command; lines that need the user's attention are coloured."""
     for line in lines:
         if line.startswith(LEAVE_OUT):
             style = "bold"
@@ -380,7 +379,7 @@ def _sizes_of_job(args: argparse.Namespace, command_line: CommandLine) -> Sizes 
 
 
 def _lines_about_command(command: Command, command_line: CommandLine, model_file: str) -> list[str]:
-    """Return lines for the user: values that were read from the training command, and words that were not.
+    """Return lines for the user: values read from the training command, and words that the plan ignores.
 
     Args:
         command: The training command, as words before, at and after its script. There are no lines

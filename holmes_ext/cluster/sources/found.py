@@ -23,7 +23,7 @@ _WORD = re.compile(r"[a-z0-9]+")
 
 
 class _Hardware(NamedTuple):
-    """Properties that all nodes of a cluster have in common."""
+    """Hardware of a node, which is equal on all nodes of a cluster: GPUs, NICs and fabric."""
 
     fabric: str
     kind: str
@@ -48,7 +48,7 @@ class FoundNode:
 
     @property
     def hardware(self) -> _Hardware:
-        """Properties that are equal on all nodes of a cluster."""
+        """Hardware of this node: nodes with equal hardware form a cluster."""
         return _Hardware(self.fabric, self.kind, self.gpu, self.processes, self.rate_bps)
 
 
@@ -172,7 +172,7 @@ def _description(node: FoundNode) -> str:
 
 
 def _as_name(text: str) -> str:
-    """Return a text with the characters replaced that a name in cluster.toml cannot have."""
+    """Return a text as a name for cluster.toml: characters that are not allowed there are replaced."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-._")
 
 

@@ -329,11 +329,14 @@ def _is_address(host: str) -> bool:
 
 
 def series_of(host: str) -> str:
-    """Return the name of a host up to its last number.
+    """Return the part of a host's name that it shares with similar hosts, which form a cluster.
 
-    "gpu01" gives "gpu", and "rack1-ib-7.site.org" gives "rack1-ib". All nodes of an HPE Cray, whose names
-    are places such as "x1000c0s0b0n0", give "x". The role of a pod is no part of the name: "job-master-0"
-    and "job-worker-1" give "job". A name that is only a role, such as "master-0", gives "pods".
+    Usually that is the name without its domain and its last number:
+
+        "gpu01", "rack1-ib-7.site.org"         "gpu", "rack1-ib"
+        "job-master-0", "job-worker-1"         "job": the role of a Kubernetes pod is removed, too
+        "master-0", "worker-1"                 "pods": nothing but a role
+        "x1000c0s0b0n0", any HPE Cray node     "x": the numbers are the place of the node
     """
     short_name = host.partition(".")[0]
     if _XNAME.fullmatch(short_name):

@@ -23,10 +23,10 @@ from holmes_ext.errors import HolmesError
 
 
 class FabricLabel(NamedTuple):
-    """Label whose value is the same on all nodes of an RDMA network."""
+    """Label of Kubernetes nodes that identifies their RDMA network: nodes with equal values share it."""
 
-    name: str
-    source: str  # public text about the meaning of the label
+    name: str  # of the label
+    source: str  # public documentation of the label
 
 
 #: Labels that name the network of a node, the most reliable first: networks themselves, then blocks and
@@ -177,7 +177,8 @@ def read_nodes(path: str) -> list[FoundNode]:
 def _is_node(item: object, document: Mapping[str, Any]) -> bool:
     """Return whether an item of a document is a Kubernetes node.
 
-    kubectl writes the kind into each item of a "List". The API server's own "NodeList" does not.
+    Each item of kubectl's "List" has a kind. The items of the API server's "NodeList" have none: all of
+    them are nodes.
     """
     if not isinstance(item, dict):
         return False
@@ -229,7 +230,7 @@ def _object_at(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _parse_count(value: object) -> int:
-    """Return a count that labels hold as text, 0 if the value is not a count."""
+    """Return the whole number in the text of a label or resource; 0 if the value is anything else."""
     return int(str(value)) if str(value).isdecimal() else 0
 
 
@@ -248,11 +249,12 @@ def _gpu_of(labels: Mapping[str, str]) -> str:
 
 
 def _with_memory(gpu: str, memory_mib: int) -> str:
-    """Return the name of a GPU, with its memory if models of this name usually have another.
+    """Return the name of a GPU, with its memory size if GPUs of this name usually have another size.
 
     Args:
         gpu: Name of the GPU, such as "V100".
-        memory_mib: Memory in MiB that a label gives, 0 for none. 32510 gives "V100-32GB".
+        memory_mib: Memory size in MiB from a label of the node, 0 if no label gives it. For a V100,
+            which usually has 16 GB, 32510 gives "V100-32GB".
     """
     accelerator = accelerator_of(gpu)
     if accelerator is None or not memory_mib:
@@ -270,9 +272,9 @@ def _with_memory(gpu: str, memory_mib: int) -> str:
 def _fabric_of(labels: Mapping[str, str]) -> str:
     """Return the name of a node's network by its labels, "" if no label names it.
 
-    The first label of FABRICS that the node has counts. Before the labels from _AFTER_TIERS on, numbered
-    tiers of switches count. The tier with the highest number is the farthest from the node, so its switch
-    stands for the whole network.
+    The labels of FABRICS are tried in order. The labels of numbered switch tiers come just before
+    _AFTER_TIERS. The tier with the highest number is the farthest from the node, so its switch stands
+    for the whole network.
     """
     tiers: dict[int, str] = {}  # number of a tier -> its switch
     for label, value in labels.items():

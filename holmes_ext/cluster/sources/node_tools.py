@@ -91,7 +91,7 @@ class _Port:
 
     @property
     def kind(self) -> str:
-        """Kind of NIC, "" if it cannot be told."""
+        """Kind of NIC of this port, such as "ib"; "" if the printed values do not show it."""
         if self.device.startswith("hfi1"):
             return "opa"
         if self.device.startswith("erdma"):

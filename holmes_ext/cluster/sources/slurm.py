@@ -300,11 +300,9 @@ def _nodes_of_partition(text: str) -> list[str]:
 
 
 def _parse_fields(line: str) -> dict[str, str]:
-    """Return the fields of a line such as "NodeName=a0 Gres=gpu:8 OS=Linux 6.1 #1 SMP ...".
+    """Return the fields (name -> value) of a line such as "NodeName=a0 Gres=gpu:8 OS=Linux 6.1 ...".
 
-    A line that is a comment has no fields.
-
-    A value may have spaces: it ends where the next KEY= begins.
+    A value may contain spaces: it ends where the next KEY= begins. A comment line has no fields.
     """
     if line.startswith("#"):
         return {}

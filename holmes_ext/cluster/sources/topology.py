@@ -101,7 +101,7 @@ class Topology:
         parents = {unit.name: unit.name for unit in self.units}
 
         def root(name: str) -> str:
-            """Return the root of a fabric; a name that is seen first becomes a root itself."""
+            """Return the topmost switch above a switch, as far as the links read so far show it."""
             while parents.setdefault(name, name) != name:
                 name = parents[name]
             return name

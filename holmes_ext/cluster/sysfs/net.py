@@ -161,7 +161,7 @@ def _read_device(tree: Tree, name: str, real_path: str) -> NetDevice:
 
 
 def _lowers(names: Sequence[str]) -> list[str]:
-    """Return the devices below a network device, from the names of the files of the device."""
+    """Return the devices below a network device such as a bond: X for each file "lower_X" in `names`."""
     return [name.removeprefix("lower_") for name in names if name.startswith("lower_")]
 
 

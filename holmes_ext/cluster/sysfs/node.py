@@ -271,11 +271,15 @@ def select(
     _check_patterns(nics, "include", include)
     _check_patterns(nics, "exclude", exclude)
     if include:
-        included = [nic for pattern in include for nic in _nics_selected_by(nics, pattern)]
+        included: list[Nic] = []
+        for pattern in include:
+            included.extend(_nics_selected_by(nics, pattern))
         chosen = [replace(nic, skipped="") for nic in nics if nic in included]
     else:
         chosen = [nic for nic in nics if not nic.skipped]
-    return tuple(nic for nic in chosen if not any(_is_excluded(nic, p) for p in exclude))
+    for pattern in exclude:
+        chosen = [nic for nic in chosen if not _is_excluded(nic, pattern)]
+    return tuple(chosen)
 
 
 def _check_patterns(nics: Sequence[Nic], option: str, patterns: Sequence[str]) -> None:

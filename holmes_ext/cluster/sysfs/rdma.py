@@ -42,7 +42,9 @@ _GID_TYPES = {
     ("RoCE v2", False): "roce_v2",
 }
 #: Link layer in /sys -> kind of NIC.
-_KINDS = {kind.layer: name for name, kind in KINDS.items() if kind.layer and not kind.driver}
+_KIND_BY_LAYER = {
+    kind.layer: name for name, kind in KINDS.items() if kind.layer and not kind.driver
+}
 #: Pattern of kernel drivers -> kind of NIC, for kinds that the link layer does not show.
 _KINDS_BY_DRIVER = {
     driver: name
@@ -52,7 +54,7 @@ _KINDS_BY_DRIVER = {
 }
 #: Beginnings of `node_type` for an adapter ("1: CA", a channel adapter), for iWARP ("4: RNIC"), and for
 #: devices that are no adapters: "2: switch", "3: router".
-_ADAPTER, _IWARP, _NO_ADAPTER = "1:", "4:", ("2:", "3:")
+_ADAPTER, _IWARP, _SWITCH_OR_ROUTER = "1:", "4:", ("2:", "3:")
 #: Reason not to use an iWARP port. NCCL lists it as a device of its "IB" network, since it is an active
 #: port with the link layer Ethernet, and then fails to connect: src/transport/net_ib/ moves the queue
 #: pairs to RTR itself (ibv_modify_qp), and those of iWARP are connected by librdmacm only.
@@ -66,10 +68,11 @@ _LAST_PORT = 255
 def read_rdma_ports(tree: Tree, devices: dict[str, NetDevice]) -> tuple[Nic, ...]:
     """Return the RDMA ports of a /sys tree, without IP addresses.
 
-    A port has the kind of its kernel driver, or else of its link layer. A port with neither has the
-    kind "plugin": only a network plugin of NCCL may be able to use it. The Nic of an iWARP port has
-    the reason not to use it in `skipped`, that of a virtual function has the PCI address of its
-    physical function in `parent`.
+    The kernel driver of a port, or else its link layer, shows the kind of NIC. If neither does, the kind
+    is "plugin": only a network plugin of NCCL may be able to use the port.
+
+    An iWARP port has the reason why jobs cannot use it in `skipped`. A port of a virtual function has
+    the PCI address of the physical function in `parent`.
 
     Args:
         tree: The /sys tree.
@@ -88,13 +91,16 @@ def read_rdma_ports(tree: Tree, devices: dict[str, NetDevice]) -> tuple[Nic, ...
             if not re.fullmatch("[0-9]{1,3}", port, re.ASCII) or int(port) > _LAST_PORT:
                 raise tree.error(f"{path}/ports", f"{port!a:.80} is no port number")
             layer = tree.needed_text(f"{path}/ports/{port}/link_layer")
-            if layer not in (*_KINDS, "Unspecified", "Unknown"):
+            if layer not in (*_KIND_BY_LAYER, "Unspecified", "Unknown"):
                 raise tree.error(
-                    f"{path}/ports/{port}/link_layer", f"{layer!a:.80} is not {' or '.join(_KINDS)}"
+                    f"{path}/ports/{port}/link_layer",
+                    f"{layer!a:.80} is not {' or '.join(_KIND_BY_LAYER)}",
                 )
-            if int(port) > 0 and not node_type.startswith(_NO_ADAPTER):
-                kind = _kind_by_layer(node_type, layer)
-                nics.append(_read_port(tree, hca, int(port), len(ports), kind, devices))
+            is_switch_or_router = node_type.startswith(_SWITCH_OR_ROUTER)
+            if int(port) == 0 or is_switch_or_router:  # port 0 is the management port of a switch
+                continue
+            kind = _kind_by_layer(node_type, layer)
+            nics.append(_read_port(tree, hca, int(port), len(ports), kind, devices))
     return tuple(nics)
 
 
@@ -107,13 +113,13 @@ def _kind_by_layer(node_type: str, layer: str) -> str:
     """
     if node_type.startswith(_IWARP):
         return "iwarp"
-    if node_type.startswith(_ADAPTER) and layer in _KINDS:
-        return _KINDS[layer]
+    if node_type.startswith(_ADAPTER) and layer in _KIND_BY_LAYER:
+        return _KIND_BY_LAYER[layer]
     return "plugin"
 
 
 def _kind_by_driver(driver: str) -> str:
-    """Return the kind of NIC that a kernel driver is for, "" if it is for several."""
+    """Return the kind of NIC that a kernel driver shows; "" if it drives several kinds, as mlx5 does."""
     for pattern, kind in _KINDS_BY_DRIVER.items():
         if fnmatchcase(driver, pattern):
             return kind

@@ -26,11 +26,10 @@ class AwaitedPeers:
         self._since: dict[str, float] = {}  # expected job -> time when another job first named it
 
     def expect(self, names: Iterable[str], now: float) -> None:
-        """Expect the peers that a reconnecting job names to reconnect, too.
+        """Add the peers of a reconnecting job to the jobs that are expected to reconnect, too.
 
-        A coordinator that was just restarted does not know the jobs of the interrupted run. So its
-        decisions wait for the expected jobs, up to a timeout. After that timeout this call does
-        nothing. It never blocks.
+        A restarted coordinator does not know the jobs of the interrupted run. So for a limited time
+        after its start, its decisions wait for the expected jobs. Later, this call has no effect.
 
         Args:
             names: The job's peers: other jobs with which it has trained.
@@ -48,14 +47,15 @@ class AwaitedPeers:
         self._since.pop(name, None)
 
     def may_arrive(self, now: float) -> bool:
-        """Return whether any expected job may still connect: it is waited for until its time is over."""
+        """Return whether the coordinator still waits for an expected job: one has not timed out yet."""
         patience_s = self._patience_s()
         return any(now < since + patience_s for since in self._since.values())
 
     def majority_is_unknown(self, now: float) -> bool:
         """Return whether it is too early to say which weights most jobs of the run have.
 
-        It is, if no round was committed since the coordinator started, and a job may still reconnect.
+        That is so while no round was committed since the start of the coordinator, and an expected job may
+        still reconnect.
         """
         return not self._state.committed and self.may_arrive(now)
 

@@ -74,9 +74,10 @@ class RoundSalt(NamedTuple):
 class CoordinatorClient:
     """Connection of a job to the coordinator, restored whenever it is lost. Not thread-safe.
 
-    A refusal is raised at once: TLS has proved that it comes from the coordinator. Another process may answer
-    at the coordinator's address. Before the first accepted request, this is an error of the user, and is
-    raised. Later it counts as no reply, so that an impostor cannot end training.
+    If the coordinator refuses a request, the error is raised at once: TLS has proved that the refusal comes
+    from the coordinator. If another process answers at the coordinator's address, the address is probably
+    wrong: this is raised, too, until the coordinator has accepted a request. Later, such an answer counts
+    as no reply, so that another process cannot end training.
 
     Args:
         place: Address of the coordinator, and the credentials of this job.
@@ -152,18 +153,17 @@ class CoordinatorClient:
 
     @property
     def is_away(self) -> bool:
-        """Return whether the coordinator has not been reached since the last call of look_again().
+        """Return whether the heartbeat thread has no connection to the coordinator.
 
-        look_again() makes the heartbeat thread open a new connection. From that call on, the coordinator
-        counts as away until the connection is open. The same holds from the start of the thread to its first
-        connection. Without a heartbeat thread, the coordinator never counts as away.
+        The thread has none from its start to its first connection, and from a call of look_again() until
+        it has opened a new one. Without a heartbeat thread, the result is always False.
         """
         return self._heartbeat is not None and not self._heartbeat.is_connected
 
     def look_again(self) -> None:
-        """Let the heartbeat thread find out when the coordinator can be reached again.
+        """Make the heartbeat thread reconnect in the background; until then, is_away() returns True.
 
-        It tries to connect in the background, so that no request has to wait for a coordinator that is away.
+        So no request has to wait for a coordinator that cannot be reached.
         """
         if self._heartbeat is not None:
             self._heartbeat.reconnect()
@@ -171,8 +171,8 @@ class CoordinatorClient:
     def connect_early(self, opened: Future[Channel] | None = None) -> None:
         """Begin to connect in the background; the first ask() uses the connection.
 
-        Over a WAN this takes several round trips; meanwhile the caller can prepare its hello. If it
-        fails, ask() connects itself, and reports the error.
+        Over a WAN, connecting takes several round trips; meanwhile the caller can prepare its hello. If the
+        connection cannot be opened, ask() tries again, and reports the error.
 
         Args:
             opened: Connection for this incarnation of the job that is being opened already; None: open one.
@@ -309,17 +309,17 @@ class Heartbeat:
         self._thread.start()
 
     def now(self) -> None:
-        """Send the next heartbeat at once, because the coordinator is a new process."""
+        """Send a heartbeat without waiting for its time, because the coordinator was restarted."""
         self._wake.set()
 
     def reconnect(self) -> None:
-        """Send the next heartbeats on a new connection, as soon as it can be opened."""
+        """Replace the connection of the heartbeats by a new one; the thread tries this repeatedly."""
         self.is_connected = False
         self._must_reconnect = True
         self._wake.set()
 
     def close(self, why: str) -> None:
-        """Stop the thread after a last heartbeat with the reason; if `why` is empty, without it."""
+        """Stop the thread; unless `why` is empty, send it in a last heartbeat as the job's reason."""
         self._end_reason = why
         self._ended.set()
         self._wake.set()

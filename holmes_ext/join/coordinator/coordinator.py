@@ -150,5 +150,5 @@ class Coordinator:
         self._membership.gone(name, incarnation, why)
 
     def look(self, now: float) -> None:
-        """Give up the jobs that have been silent for longer than their timeout."""
+        """Mark the jobs as gone that have been silent for longer than their timeout."""
         self._membership.look(now)

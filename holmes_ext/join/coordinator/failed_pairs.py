@@ -59,7 +59,7 @@ def failures_of(reports: Mapping[str, DoneReport], members: Collection[str]) -> 
 
 
 def only_reporters(failures: Failures) -> set[str]:
-    """Return the jobs that report a failed pair whose other job has not reported this failure."""
+    """Return the jobs that report a failed exchange with a job that itself does not report it."""
     return {name for names in failures.values() if len(names) == 1 for name in names}
 
 
@@ -119,9 +119,12 @@ class FailedPairs:
         }
 
     def apart(self, names: Collection[str], now: float) -> Failures:
-        """Return the pairs of these jobs that must not be in the same round -> the jobs that reported it.
+        """Return the pairs of these jobs that are kept apart now: no round may have both jobs of a pair.
 
-        They could not exchange data over the relay either, and are kept apart for a while (separate()).
+        separate() keeps a pair apart for a while, after an exchange over the relay has failed, too.
+
+        Returns:
+            Pair -> the jobs that reported the failure.
         """
         return {
             pair: separation.reporters
@@ -130,7 +133,7 @@ class FailedPairs:
         }
 
     def has_failed(self, first: str, second: str) -> bool:
-        """Return whether the exchange of two jobs has failed lately, over the relay, too."""
+        """Return whether two jobs have lately failed to exchange data, both directly and over the relay."""
         return frozenset((first, second)) in self._separations
 
     def _forget_old(self, now: float) -> None:
@@ -188,10 +191,11 @@ def fewest_to_drop(pairs: Iterable[Pair], by_preference: Iterable[str]) -> set[s
 
 
 class _CoverSearch:
-    """Branch and bound for the cheapest vertex cover.
+    """Branch and bound for the cheapest vertex cover: jobs such that each failed pair has one of them.
 
-    Any cover has either a given vertex, or all its neighbours. The vertex with most neighbours is tried
-    first. So the first cover that is found is that of the greedy method.
+    For any job, a cover has either this job or all its neighbours (the jobs of its failed pairs). Both
+    ways are tried, first with the job that has most neighbours. So the first cover that is found is the
+    one that a greedy search would find.
     """
 
     def __init__(self, cost: Mapping[str, int]):
@@ -207,8 +211,8 @@ class _CoverSearch:
 
         Args:
             neighbours: Graph of the pairs that `cover` does not have: job -> jobs at the other ends.
-            cover: Jobs that are chosen.
-            cost_so_far: Their cost.
+            cover: Jobs that are chosen already.
+            cost_so_far: Sum of the costs of the jobs in `cover`.
         """
         self._steps += 1
         lower_bound = cost_so_far + _COST_OF_JOB * _disjoint_pairs(neighbours)

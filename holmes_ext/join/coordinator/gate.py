@@ -55,17 +55,16 @@ class _Complaint(NamedTuple):
 
 
 class Complaints:
-    """Limit of the log lines about rejected callers, who could flood the log. Not thread-safe."""
+    """Limits how many log lines report rejected callers, who could flood the log. Not thread-safe."""
 
     def __init__(self) -> None:
         self._latest: list[_Complaint] = []  # of the last minute
 
     def add(self, host: str, now: float) -> str | None:
-        """Count a log line about a caller from a host.
+        """Count a rejected caller, and return how its log line ends; None: write no line.
 
-        Returns:
-            Ending of the line; None: too many lines were written in the last minute, of the network or in
-            all.
+        No line is written if the last minute has too many lines already: about callers from the same
+        network, or about all callers.
         """
         network = network_of(host)
         self._latest = [
@@ -101,7 +100,7 @@ class Gate:
         return self._run.credentials
 
     def settings_reply(self) -> dict[str, Any]:
-        """Return the reply to a job that reads the settings of the run."""
+        """Return the reply to the purpose "settings": the settings that all jobs must have."""
         return {"settings": None if self._settings is None else asdict(self._settings)}
 
     def redeem_reply(self, purpose: Purpose) -> dict[str, Any]:
@@ -171,9 +170,8 @@ class Gate:
             or if its list equals the list in force (`credentials.revoked`).
 
         Raises:
-            HolmesError: The list cannot be read. The list in force stays valid, and the next calls return
-                None until the folder changes again.
-            OSError: The same.
+            HolmesError, OSError: The list cannot be read. The list in force stays valid, and the next
+                calls return None until the folder changes again.
         """
         folder = self._run.folder
         version = folder.changed_at()
@@ -197,7 +195,7 @@ class Gate:
 
 
 def problem_at_coordinator(purpose: Purpose, holder: Holder) -> str:
-    """Return why the coordinator rejects a caller with this purpose and certificate; "": it accepts it."""
+    """Return the reason to reject a caller with this purpose and certificate; "" to accept the caller."""
     use = purpose.get("purpose")
     if use == REDEEM:
         return ""  # its invitation is checked instead

@@ -18,7 +18,7 @@ _MOST_DOUBLINGS = 30
 
 
 def mark_late(state: RunState, member: Member, number: int) -> None:
-    """Mark a job as late, because the other jobs waited for it in vain in round `number`.
+    """Mark a job as late, because it was not ready for round `number` before the deadline.
 
     The others wait for the job again as soon as it reports. From its third delay in a row on, the
     job must also sit out rounds: one round, then three, seven, ...
@@ -68,8 +68,8 @@ def sits_out(state: RunState, member: Member, number: int) -> bool:
     Args:
         state: State of the run; `state.number` is its current round.
         member: The job, with `sits_out_until`: the first round in which it may take part again.
-        number: Round for which the job asks. If the run is in a later round, that round counts: the
-            job's own count may be behind.
+        number: Round for which the job asks. Not used if the run is in a later round: a job that was
+            late may ask for a round that is over.
     """
     number = max(number, state.number)
     others = [

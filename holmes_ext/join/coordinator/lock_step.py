@@ -58,7 +58,7 @@ class LockStepRounds:
 
         Args:
             document: The request, as parsed JSON.
-            fragments: Number of fragments of the run.
+            fragments: Number of fragments (parts of the model) in the run.
 
         Raises:
             HolmesError: The report is malformed.
@@ -100,12 +100,17 @@ class LockStepRounds:
     def _must_catch_up(self, member: Member, round_number: int) -> bool:
         """Return whether a job that asks for a round must first catch up with the other jobs.
 
-        It must if it is catching up already, if the round was begun or decided without it, if it has no
-        part in the round that the run exchanges now, or if its weights are outdated.
+        It must in each of these cases:
+
+        1. The job is catching up already.
+        2. Round `round_number` has ended, or has begun without the job.
+        3. The current round, which may be an earlier one, goes on without the job: as soon as that round
+           is committed, the job's weights are outdated.
+        4. The job's weights are outdated now.
 
         Args:
             member: The job.
-            round_number: The round for which it has reported `ready`, for the first time.
+            round_number: Number of the round for which the job has just reported `ready`.
         """
         is_catching_up = member.catches_up_after is not None
         if is_catching_up or round_number < self._state.number:
@@ -143,7 +148,7 @@ class LockStepRounds:
         return round_state
 
     def _catch_up(self, member: Member, ready_for: int, now: float) -> Reply | None:
-        """Return the fragments that a job must take from another job, because its weights are outdated.
+        """Return the parts of the model (fragments) that an outdated job must take from another job.
 
         The job first waits for the end of the round that takes place without it: the current round, or
         the next round if the job is ready for that. Weights taken before that round's outer step would
@@ -257,9 +262,9 @@ class LockStepRounds:
     def _begin(self, round_state: RoundState, now: float) -> None:
         """Begin the exchange between the ready jobs whose weights agree with the majority's.
 
-        The other ready jobs are `behind`: they have to take the weights from another job first. Members that
-        failed to exchange data with each other lately are not in the same round: one of the two is left out.
-        begin_exchange() voids the round if too few pseudo-gradients count.
+        The other ready jobs are marked as `behind`: they must first take the weights from another job. If
+        two jobs have lately failed to exchange data with each other, one of the two is left out. If too few
+        of the remaining jobs have a usable pseudo-gradient, the round ends without an exchange (void).
 
         Args:
             round_state: A round that has not begun.
@@ -323,9 +328,9 @@ class LockStepRounds:
     def _salted_claim(self, round_state: RoundState, member: Member) -> Claim:
         """Return the version of the round's fragment that a member claims to have, with a salted checksum.
 
-        The salt is published shortly before the round, so the checksum proves that the job has the weights.
-        A checksum with the salt of another round is dropped (""), because the job could have copied it from
-        another job.
+        The salt is a random text that is published shortly before the round. So the checksum proves that
+        the job has the weights. A checksum with the salt of another round is dropped (""), because the job
+        could have copied it from another job.
         """
         report = round_state.ready_reports[member.name]
         claim = member.claims[round_state.fragment]
@@ -335,7 +340,7 @@ class LockStepRounds:
     def _valid_salted_claim(
         self, round_state: RoundState, ready: list[Member], salted_claims: dict[str, Claim]
     ) -> Claim | None:
-        """Return the fragment version that most jobs report, with its salted checksum.
+        """Return the version of a part of the model that most jobs report, with its salted checksum.
 
         The version is the round of the last outer step. Each job reports two checksums of its
         weights. The plain checksum is equal in every round, so a job may have copied it. The salted
@@ -394,6 +399,6 @@ def _has_begun(round_state: RoundState) -> bool:
 
 
 def _goes_on_without(round_state: RoundState, name: str) -> bool:
-    """Return whether a round's exchange is under way, without the job as a member (or any more)."""
+    """Return whether a round's exchange is under way, and the job is not one of its members now."""
     is_under_way = round_state.attempt > 0 and not round_state.outcome
     return is_under_way and name not in round_state.members

@@ -141,7 +141,14 @@ class Membership:
         return {**verdict, "round": member.first_expected_round - 1}
 
     def gone(self, name: str, incarnation: str, why: str) -> None:
-        """Record that a job has ended or lost its connection."""
+        """Record that a job has ended or lost its connection.
+
+        Args:
+            name: The job.
+            incarnation: The start of the job that has ended. If the job has been started again since,
+                nothing is recorded.
+            why: The reason, for the log.
+        """
         member = self._state.members.get(name)
         if member is not None and member.incarnation == incarnation and member.state != "gone":
             member.state = "gone"
@@ -150,7 +157,14 @@ class Membership:
     def heartbeat(
         self, name: str, incarnation: str, telemetry: dict[str, float], now: float
     ) -> None:
-        """Record that a job is alive, with its telemetry."""
+        """Record that a job is alive, with its telemetry.
+
+        Args:
+            name: The job.
+            incarnation: The start of the job that has sent the heartbeat. An older start's is ignored.
+            telemetry: Measured values of the job, by name.
+            now: Current time, in seconds.
+        """
         member = self._state.members.get(name)
         if member is not None and member.incarnation == incarnation:
             member.last_heartbeat = now
@@ -371,7 +385,7 @@ def _short(table: Mapping[str, Any], key: str) -> str:
 
 
 def _too_few_jobs(member: Member, names: list[str]) -> str:
-    """Return the error message for a job that has waited for others in vain.
+    """Return the error message for a job that has waited too long for enough other jobs to join.
 
     Args:
         member: The job.

@@ -144,10 +144,10 @@ class PeerRelay:
     def call(self, channel: Channel, job: str, purpose: Mapping[str, Any]) -> None:
         """Connect a caller with a rank that accepts no connections; return when the call is over.
 
-        The rank has an idle connection to the coordinator (standby line); this call is announced
-        there. The caller gets a reply:
+        Such a rank should keep an idle connection to the coordinator, its standby line. The call is
+        announced to the rank on this line. The caller gets one of these replies:
 
-            alone      there is no connection: the rank has no standby line
+            alone      the rank cannot be reached: it has opened no standby line within WAIT_S seconds
             reversed   the rank itself has connected to the caller, so nothing is forwarded
             go         the coordinator forwards bytes between the two (sent by `_forward`)
 

@@ -13,7 +13,7 @@ Reply = dict[str, Any]
 
 
 def skip_reply(number: int) -> Reply:
-    """Return the reply to a job that does not take part in a round and continues after round `number`."""
+    """Return the reply "skip": the job takes no part in round `number`, and goes on with the next."""
     return {"verdict": "skip", "round": number}
 
 
@@ -72,7 +72,7 @@ def commit_reply(round_state: RoundState) -> Reply:
 
 
 def void_reply(round_state: RoundState) -> Reply:
-    """Return the reply to a job for which the round changes nothing, with the reason."""
+    """Return the reply to a job that must not take the outer step of a round; `why` is the reason."""
     return {
         "verdict": "void",
         "round": round_state.number,

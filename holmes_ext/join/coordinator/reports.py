@@ -94,7 +94,7 @@ def _read_report(cls: type[T], table: Table, **known_values: Any) -> T:
 
 
 def _number(table: Table, key: str, least: int, most: int) -> int:
-    """Return a whole number of the table; raise HolmesError if it is outside the limits."""
+    """Return the whole number at `key`; raise HolmesError if it is not from `least` to `most`."""
     value: int = table.take(key, int)
     if not least <= value <= most:
         raise HolmesError(f"{table.at(key)}: {value} is not {least} to {most}")
@@ -102,7 +102,7 @@ def _number(table: Table, key: str, least: int, most: int) -> int:
 
 
 def _real(table: Table, key: str, most: float) -> float:
-    """Return a number from 0 to `most` of the table; raise HolmesError if it is outside."""
+    """Return the number at `key`; raise HolmesError if it is not from 0 to `most`."""
     value = float(table.take(key, float))
     if not 0 <= value <= most:
         raise HolmesError(f"{table.at(key)}: {value:g} is not 0 to {most:g}")
@@ -118,12 +118,12 @@ def _factor(table: Table, key: str) -> float:
 
 
 def _line(table: Table, key: str) -> str:
-    """Return a text of the table as a printable line of limited length."""
+    """Return the text at `key`, cut to _LINE characters, with control characters replaced by "?"."""
     return printable(table.take(key, str), _LINE)
 
 
 def _checksum(table: Table, key: str) -> str:
-    """Return a checksum in the table, or "" (not computed); raise HolmesError if the text is no checksum."""
+    """Return the checksum at `key`; "" if the job has computed none. HolmesError for any other text."""
     text: str = table.take(key, str)
     if text and not _CHECKSUM.fullmatch(text):
         raise HolmesError(f"{table.at(key)}: {text!r:.40} is not 16 hexadecimal digits")
@@ -131,14 +131,14 @@ def _checksum(table: Table, key: str) -> str:
 
 
 def _by_job(table: Table, key: str, read: Callable[[Table, str], Any]) -> dict[str, Any]:
-    """Return a nested table that maps names of jobs to values, each read with `read`."""
+    """Return the table at `key` as a dict: name of a job -> its value, read by `read(table, name)`."""
     values = table.table(key)
     _require_at_most(len(values.values), _MOST_JOBS, table.at(key))
     return {name: read(values, name) for name in values.values}
 
 
 def _jobs(table: Table, key: str) -> tuple[str, ...]:
-    """Return a list of names of jobs; raise HolmesError if it has more jobs than a run can have."""
+    """Return the names of jobs at `key`; raise HolmesError if a run cannot have so many jobs."""
     names = table.list(key, str)
     _require_at_most(len(names), _MOST_JOBS, table.at(key))
     return names
@@ -225,7 +225,7 @@ class ReadyReport:
 
 @dataclass(frozen=True)
 class Offer:
-    """Pseudo-gradient of a fragment that a job offers for a later round (rounds=async).
+    """Offer of a job to contribute the pseudo-gradient of a part of the model to a round (rounds=async).
 
     The tensor itself is not part of the offer, only its norm, its tokens and the time left until the
     job would apply the aggregate.
@@ -356,7 +356,7 @@ def ready_from(document: dict[str, Any], fragments: int) -> ReadyReport:
     Args:
         document: The report, as parsed JSON. Its claims are the version and checksum of the job's
             copy of each fragment (part of the model).
-        fragments: Number of fragments of the run.
+        fragments: Number of fragments (parts of the model) in the run.
     """
     report = Table(document, "the report of a job that is ready")
     # The two values whose limits depend on the run are read here, all others by _read_report().
@@ -374,7 +374,7 @@ def next_from(document: dict[str, Any], fragments: int) -> NextReport:
     Args:
         document: The report, as parsed JSON: version and checksum of the job's copy of each fragment
             (claims), and a list of pseudo-gradients that the job could send ("offers").
-        fragments: Number of fragments of the run.
+        fragments: Number of fragments (parts of the model) in the run.
     """
     report = Table(document, "the report of a job that asks for its next round")
     claims = _claims(report, fragments)
@@ -387,12 +387,12 @@ def next_from(document: dict[str, Any], fragments: int) -> NextReport:
 
 
 def done_from(document: dict[str, Any]) -> DoneReport:
-    """Return a job's validated report "done" (end of an exchange); HolmesError if it is malformed."""
+    """Return a job's report "done" (it has ended an exchange); raise HolmesError if it is malformed."""
     return _read_report(DoneReport, Table(document, "the report of a job that is done"))
 
 
 def checked_from(document: dict[str, Any]) -> CheckedReport:
-    """Return a job's validated report "checked" (digests of data); HolmesError if it is malformed."""
+    """Return a job's report "checked" (digests of received data); raise HolmesError if it is malformed."""
     return _read_report(CheckedReport, Table(document, "the report of a job that has checked"))
 
 
@@ -408,7 +408,7 @@ def telemetry_from(document: dict[str, Any]) -> dict[str, float]:
 
 
 def _claims(table: Table, fragments: int | None = None) -> tuple[Claim, ...]:
-    """Return the versions and checksums that a job claims for its fragments.
+    """Return the versions and checksums that a job claims for its fragments (parts of the model).
 
     The version of a fragment is the round of its last outer step.
 

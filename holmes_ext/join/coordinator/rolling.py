@@ -61,7 +61,7 @@ class RollingRounds:
     question: ClassVar[str] = "next"
 
     def __init__(self, state: RunState, rounds: Rounds, versions: Versions, awaited: AwaitedPeers):
-        """Begin without requests.
+        """Store the parts of the coordinator; no job has sent a request yet.
 
         Args:
             state: State of the run, with its jobs and rounds.
@@ -90,7 +90,7 @@ class RollingRounds:
 
         Args:
             document: The request, as parsed JSON.
-            fragments: Number of fragments of the run.
+            fragments: Number of fragments (parts of the model) in the run.
 
         Raises:
             HolmesError: The report is malformed.
@@ -171,7 +171,7 @@ class RollingRounds:
         return void_reply(round_state)
 
     def _begin_round_with_quorum(self, now: float) -> None:
-        """Begin a round, if enough jobs (a quorum) offer pseudo-gradients of the same fragment.
+        """Begin a round if enough jobs (a quorum) offer pseudo-gradients of the same part of the model.
 
         The round begins when all jobs offer the fragment, or when a grace period for the other jobs is over.
         Of several such fragments, the fragment that was offered first is exchanged.
@@ -223,16 +223,16 @@ class RollingRounds:
                 return
 
     def _forget_offers(self, name: str) -> None:
-        """Forget the pseudo-gradients that a job offered in its last request, because that is answered.
+        """Forget the pseudo-gradients that a job offered in a request, when the request gets a reply.
 
-        The reply may make the job drop pseudo-gradients that count in the round or are unusable. In its next
-        request, the job offers those that it still has.
+        After the reply, the job may drop pseudo-gradients that count in the round or are unusable. Its
+        next request offers those that it still has.
         """
         if report := self._reports.get(name):
             self._reports[name] = replace(report, offers={})
 
     def _record_offer_times(self, members: Sequence[Member], now: float) -> None:
-        """Record the time of new offers, and forget fragments that no job offers any more."""
+        """Record when a part of the model is first offered; forget parts that no job offers any more."""
         offered = {fragment for member in members for fragment in self._reports[member.name].offers}
         self._first_offer_times = {
             fragment: self._first_offer_times.get(fragment, now) for fragment in offered
@@ -251,11 +251,11 @@ class RollingRounds:
         return now - request_time < _ACTIVE_S
 
     def _heard_recently(self, now: float) -> list[Member]:
-        """Return the jobs that were heard recently; a quorum is half of them, or more (least_jobs).
+        """Return the jobs from which the quorum of the next round is computed (half of them, or more).
 
         These are the jobs with a recent request, those that joined recently, and the members of the last
-        round if it ended recently. The members send no requests for a next round during a round. If they
-        were missing here, the first job to ask after the round would be the only job, and so a quorum.
+        round if it ended recently: members send no requests during a round. Without them, the first job
+        that sends a request after the round would be a quorum by itself.
         """
         last_round = self._state.rounds.get(self._state.number)
         jobs = []
@@ -290,7 +290,7 @@ class RollingRounds:
         first contributor needs the aggregate.
 
         Args:
-            fragment: Fragment of the round.
+            fragment: Fragment (part of the model) of the round.
             contributors: Jobs that offer a pseudo-gradient of the fragment.
         """
         setting = outer_settings(contributors).get("grace", "auto")
@@ -314,7 +314,7 @@ class RollingRounds:
         report, so that the further course of the round is the same code as for synchronous rounds.
 
         Args:
-            fragment: Fragment that the round exchanges.
+            fragment: Fragment (part of the model) that the round exchanges.
             contributors: Jobs that send their pseudo-gradients.
             members: All active jobs whose model weights are up to date, contributors or not. They
                 receive the sum of the pseudo-gradients.
@@ -353,7 +353,7 @@ class RollingRounds:
 
 
 def _unusable_offer(report: NextReport) -> str:
-    """Return why a pseudo-gradient that the report offers cannot be used; "": all can be used."""
+    """Return the reason why an offered pseudo-gradient is unusable; "" if all in the report are usable."""
     for offer in report.offers.values():
         if offer.norm is None:
             return offer.why or "its pseudo-gradient is not finite"

@@ -31,7 +31,7 @@ class RoundPolicy(Protocol):
 
         Args:
             document: The request, as parsed JSON.
-            fragments: Number of fragments of the model in this run.
+            fragments: Number of fragments (parts of the model) in this run.
 
         Raises:
             HolmesError: The report is malformed.

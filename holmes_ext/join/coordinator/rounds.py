@@ -28,7 +28,7 @@ class Rounds:
         self._usual_norms: dict[int, list[float]] = {}  # fragment -> norms in its recent rounds
 
     def open(self, number: int, fragment: int, now: float) -> RoundState:
-        """Open round `number` of a fragment, and forget rounds that are long over."""
+        """Open round `number` of a fragment (part of the model), and forget rounds that are long over."""
         state = self._state
         round_state = RoundState(number, fragment, opening_time=now)
         state.rounds[number] = round_state
@@ -39,7 +39,7 @@ class Rounds:
         return round_state
 
     def usual_norms(self, fragment: int) -> list[float]:
-        """Return the norms of the fragment's recent pseudo-gradients.
+        """Return the norms of the recent pseudo-gradients of a fragment (part of the model).
 
         It is the list itself, not a copy: the caller appends the norms of the current round.
         """

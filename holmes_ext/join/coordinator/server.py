@@ -107,7 +107,7 @@ _LONGEST_NAME = 100
 
 
 class CoordinatorServer:
-    """Coordinator of a run behind a TCP port. The port accepts connections from construction on."""
+    """TCP server of a run's coordinator; the constructor opens the port, serve() answers the jobs."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class CoordinatorServer:
             raise
 
     def serve(self) -> None:
-        """Answer jobs until close() is called; run the `services`, such as metrics, beside it."""
+        """Answer jobs until close() is called; the `services`, such as metrics, run during this time."""
         with ExitStack() as running:
             for service in self._services:
                 running.enter_context(service(self))
@@ -412,10 +412,14 @@ class CoordinatorServer:
         )
 
     def _hello(self, identity: JobIdentity, hello: Hello, now: float) -> dict[str, Any] | None:
-        """Let a job join or reconnect; None: nothing is decided yet.
+        """Let a job join or reconnect, and return the reply to its `hello` request.
+
+        Returns:
+            The reply, with the last round and the job's state. None while the coordinator cannot decide
+            yet whether the job may join.
 
         Raises:
-            HolmesError: Its certificate or its settings do not allow it, or the coordinator refuses it.
+            HolmesError: The job may not join, for example because of its certificate or its settings.
         """
         state = self._coordinator.state
         present = [member.name for member in state.present()]
@@ -441,7 +445,7 @@ class CoordinatorServer:
         self._logged_events = len(events)
 
     def _watch_silence(self) -> None:
-        """Give up silent and revoked jobs, once a second until the server is closed."""
+        """Remove silent jobs, and jobs with revoked certificates, once a second until close()."""
         while not self._ended.wait(_LOOK_S):
             self._read_revocations()
             with self._changed:
@@ -450,7 +454,7 @@ class CoordinatorServer:
 
     @property
     def is_exchanging(self) -> bool:
-        """Return whether jobs exchange data in a round now. Services can leave the network to them."""
+        """Return whether jobs exchange data in a round now. A service may wait until they have finished."""
         with self._changed:
             return any(each.is_exchanging for each in self._coordinator.state.rounds.values())
 

@@ -124,7 +124,7 @@ class Settlement:
         return self._next_reply(round_state, name, report.attempt, check_number=report.check)
 
     def _forgotten_reply(self) -> Reply:
-        """Return the reply about a round that this coordinator does not remember."""
+        """Return the reply "void" for a round that began before this coordinator was restarted."""
         return {
             "verdict": "void",
             "round": self._state.number,
@@ -156,8 +156,9 @@ class Settlement:
     ) -> Reply | None:
         """Return the verdict for a member that has reported; None while the next step is undecided.
 
-        The verdict is "check" if the received data is to be compared, "go" if the exchange is repeated,
-        and "commit" or "void" if the round has ended.
+        The verdict is "check" if the received data is to be compared. If the report is out of date, it is
+        that of _reply_if_outdated(): "go" if the exchange is repeated, "commit" or "void" if the round
+        has ended.
 
         Args:
             round_state: The round.
@@ -441,7 +442,7 @@ class Settlement:
         round_state.excluded = {}
 
     def _least_jobs(self, round_state: RoundState) -> int:
-        """Return how many pseudo-gradients must count for the round to be committed."""
+        """Return the least number of usable pseudo-gradients with which the round can be committed."""
         return least_jobs([self._state.members[name] for name in round_state.electorate])
 
 
@@ -451,7 +452,7 @@ def _contributors(round_state: RoundState) -> list[str]:
 
 
 def _all_miss(round_state: RoundState, silent: set[str]) -> bool:
-    """Return whether all members that have reported `done` could not reach any of the silent members."""
+    """Return whether each member that has reported `done` has failed to reach every silent member."""
     reports = round_state.done_reports.values()
     return (
         bool(silent)

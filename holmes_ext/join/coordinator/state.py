@@ -32,7 +32,7 @@ _MIB = 2**20
 
 
 class NotInRun(Exception):
-    """Error: a request came from a job that is not in the run; the job must say hello (again)."""
+    """Error: a request came from a job that is not in the run. The job must send `hello` (again)."""
 
 
 @dataclass
@@ -132,7 +132,7 @@ class RoundState:
 
     @property
     def is_exchanging(self) -> bool:
-        """Return whether members exchange data, which they have not begun to compare."""
+        """Return whether members exchange data now: the comparison of this data has not begun."""
         return self.attempt > 0 and self.check_number == 0 and not self.outcome
 
 

@@ -21,22 +21,23 @@ from holmes_ext.join.coordinator.state import Member, RunState
 class Versions:
     """Comparison of the fragment versions that jobs report: the valid version, and jobs without it.
 
-    A version is the round of a fragment's last outer step. Jobs report versions and checksums
-    (claims). valid_claim() returns the claim that most of them support. behind_reply() names the
-    fragments that a job with outdated weights must take, and the job that gives them.
+    A fragment is a part of the model; its version is the round of its last outer step. Jobs report
+    versions and checksums (claims). valid_claim() returns the claim that most of them support.
+    behind_reply() names the fragments that a job with outdated weights must take, and the job that gives
+    them.
     """
 
     def __init__(self, state: RunState):
         self._state = state
 
     def valid_claim(self, fragment: int, members: Sequence[Member] | None = None) -> Claim | None:
-        """Return the valid version of a fragment, by majority of the members' claims.
+        """Return the valid version of a part of the model (fragment), by majority of the jobs' claims.
 
         A claim is the version and the checksum that a job reports for its copy of the fragment.
         Only members that are up to date vote, or all members if none is up to date.
 
         Args:
-            fragment: Index of the fragment.
+            fragment: Index of the fragment, a part of the model.
             members: Jobs whose claims count; None: all jobs that take part.
 
         Returns:
@@ -98,10 +99,11 @@ class Versions:
         }
 
     def order_to_take(self, member: Member, now: float) -> Reply | None:
-        """Return the same as behind_reply(), for a job that gets this reply now.
+        """Return behind_reply(): the weights to take, and a donor with which this has not failed before.
 
-        If the job still has the versions with which it got such a reply before, it could not take the
-        weights: the connection to the donor may be broken. Then another donor is named, if there is one.
+        The reply is recorded, because it is sent to the job now. If the job's versions are those with which
+        it got the last reply, it could not take weights from the donor of that reply: the connection may be
+        broken. Then another donor is named, if there is one.
 
         Args:
             member: The job.
@@ -156,7 +158,7 @@ class Versions:
             member.is_up_to_date = True
 
     def _donors(self, member: Member) -> dict[str, list[int]]:
-        """Return the jobs (donors) from which a job with outdated weights can take fragments.
+        """Return the jobs (donors) from which a job with outdated weights can take parts of the model.
 
         Args:
             member: The job that needs weights.

@@ -222,7 +222,7 @@ def _redeemed(
     """Exchange an invitation for a certificate with the kept key, and return the certificate.
 
     Args:
-        kept: Its key is used.
+        kept: Contains the private key of the job, and no certificate yet.
         invitation: The invitation.
         address: Address of the coordinator.
         deadline: The coordinator must have answered by then.

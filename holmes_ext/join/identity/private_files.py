@@ -64,7 +64,7 @@ def write_private(path: Path, text: str, replaces: bool = False) -> None:
 
     Args:
         path: The file.
-        text: Its content.
+        text: Content of the file.
         replaces: Replace a file of this name. Otherwise it must not exist.
 
     Raises:
@@ -96,7 +96,7 @@ def read_private(path: Path, is_given: bool = False) -> str:
 
     Raises:
         FileNotFoundError: There is no such file.
-        HolmesError: It cannot be read, is another user's, or others can read or write it.
+        HolmesError: The file cannot be read, is another user's, or others can read or write it.
     """
     try:
         # O_NONBLOCK: opening a pipe without a writer must not wait.

@@ -68,7 +68,10 @@ class _RunFile:
 
 @dataclass(frozen=True)
 class _Record:
-    """Record of an invitation: content of its file in the folder."""
+    """Content of an invitation's file in the state folder of the run.
+
+    A job redeems its invitation when it first connects: it gets a certificate for it.
+    """
 
     job: str
     certificate: str = ""  # PEM text; "": not redeemed
@@ -76,7 +79,7 @@ class _Record:
 
 
 class Revocation(NamedTuple):
-    """Numbers of certificates and invitations of a job that `holmes join revoke` has revoked."""
+    """Result of `holmes join revoke`: how many certificates and invitations of a job it has revoked."""
 
     certificates: int  # that are refused from now on
     invitations: int  # that can no longer be redeemed

@@ -185,7 +185,7 @@ def _weights(engine: Any) -> training.WeightShards:
     tensor = _call_grid(engine, "model", "rank", default=0)
 
     def has_moved() -> bool:
-        """Return whether DeepSpeed has moved the weights to other memory since this result was made."""
+        """Return whether DeepSpeed has moved the weights to other memory since _weights() was called."""
         return any(view.data_ptr() != address for view, address in addresses)
 
     return training.WeightShards(

@@ -101,7 +101,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Count a step of the job, if `optimizer` is the job's owner (_before_step); a hook of torch."""
+    """Count an inner step of the job if `optimizer` is the one that trains it; called after each step."""
     if training.owner() is optimizer:
         training.stepped()  # an exchange with the other jobs may begin or end
 
@@ -145,7 +145,7 @@ def weights_of(optimizer: Any) -> training.WeightShards:
 def _parameters(optimizer: Any) -> list[tuple[str, Any]]:
     """Return (name, parameter) of all parameters of an optimizer that require a gradient.
 
-    The program may have given names to the optimizer; otherwise they are like "group 0 parameter 3".
+    The names are those that the program has given to the optimizer, or else like "group 0 parameter 3".
     """
     parameters = []
     for group_number, group in enumerate(optimizer.param_groups):

@@ -78,7 +78,7 @@ class Attempt:
             links: Connections to ranks of other jobs.
             number: Number of the round.
             attempt: Number of the exchange within the round.
-            fragment: Fragment to which the pseudo-gradient belongs.
+            fragment: Fragment (part of the model) to which the pseudo-gradient belongs.
             gradient: This rank's elements of this job's pseudo-gradient.
             patience_s: Seconds of silence after which the exchange with a peer has failed.
 
@@ -126,10 +126,10 @@ class Attempt:
         received identical data, whatever their shards.
 
         Args:
-            fragment: The fragment.
+            fragment: The fragment: a part of the model.
             values: The job's decoded pseudo-gradient: this rank's elements.
-            salt: Text that the coordinator publishes after the exchange, so that no job can copy a
-                digest.
+            salt: Random text that the coordinator publishes after the exchange. So no job can report a
+                digest that it has copied from another job.
         """
         parts = (
             checksum(values[fragment.places(piece.start, piece.stop)], piece.start, salt)

@@ -65,7 +65,7 @@ class LaneKey(NamedTuple):
 
 
 class Connections(NamedTuple):
-    """Open connections to several peers (ranks of other jobs), and the jobs that were not reached."""
+    """Result of opening connections to peers (ranks of other jobs): the connections, and the failures."""
 
     channels: dict[Peer, list[Channel]]  # reached peer -> a channel for each lane
     failed: dict[str, str]  # job with an unreachable rank -> reason
@@ -80,7 +80,7 @@ class PeersFailed(Exception):
 
 
 class PeerLinks:
-    """Open connections of this rank to ranks of other jobs; they are reused from round to round."""
+    """Connections of this rank to ranks of other jobs, which stay open from round to round."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class PeerLinks:
 
     @property
     def address(self) -> str:
-        """Return the HOST:PORT at which other jobs call this rank; "" if they cannot."""
+        """Return the HOST:PORT to which ranks of other jobs can connect; "" if there is none."""
         return self.routes.address
 
     def close(self) -> None:
@@ -324,7 +324,7 @@ class PeerLinks:
 
 
 def lanes_for(size: int) -> int:
-    """Return the number of connections over which `size` bytes go to and from a peer."""
+    """Return over how many parallel connections (lanes) `size` bytes are exchanged with a peer."""
     return min(MOST_LANES, 1 + size // LANE_BYTES)
 
 

@@ -155,7 +155,7 @@ class Routes:
             self._start_to_stand_by()
 
     def close(self) -> None:
-        """Stop listening, and close the standby line (the coordinator announces calls there)."""
+        """Stop listening, and close the idle connection on which the coordinator announces callers."""
         self._closed = True
         if self._listener is not None:
             self._listener.close()
@@ -173,7 +173,7 @@ class Routes:
             self._start_to_stand_by()
 
     def uses_relay(self, job: str) -> bool:
-        """Return whether this rank must use the coordinator's relay for a job, by the last use_relay()."""
+        """Return whether use_relay() has ordered the coordinator's relay for calls to a job's ranks."""
         return job in self._relayed_jobs
 
     def dial(self, peer: Peer, purpose: Purpose, deadline: Deadline) -> Channel:

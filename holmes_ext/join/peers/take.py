@@ -189,7 +189,7 @@ class Giver:
 
 @dataclass(frozen=True)
 class Donor:
-    """Up-to-date job from which this job copies fragments: its ranks, and the elements of each.
+    """Up-to-date job from which this job copies parts of the model: its ranks, and their elements.
 
     Only ranks at the same position of the model-parallel grid as this rank are included.
     """
@@ -201,10 +201,10 @@ class Donor:
 
 
 class DonorConnections:
-    """Connections of this rank to ranks of the donor, each opened at its first use.
+    """Connections of this rank to ranks of the job (donor) from which it copies weights.
 
-    They are kept for the next fragments: over a WAN, to open one takes as long as to read a small
-    fragment.
+    Each is opened at its first use, and kept: over a WAN, to open one takes as long as to read a small
+    fragment (part of the model).
 
     Args:
         donor: The job from which fragments are copied.
@@ -218,21 +218,21 @@ class DonorConnections:
         self._is_over = False  # cut() was called
 
     def cut(self) -> None:
-        """End the use of the connections, from another thread than the one that reads."""
+        """Shut all connections down from another thread, so that the thread that reads gets an error."""
         self._is_over = True
         for channel in list(self._channels.values()):
             channel.cut()
 
     def close(self) -> None:
-        """Close the connections; called in the thread that reads."""
+        """Close all connections; called in the thread that reads from them."""
         for channel in self._channels.values():
             channel.close()
 
     def to(self, rank: int) -> Channel:
         """Return a connection to a rank of the donor: the stored connection if it can still be used.
 
-        It can if it is open and has no unread bytes. Then the next received bytes are the answer to
-        the next request. Otherwise a new connection is opened.
+        A stored connection can be used if it is open and has no unread bytes, so that the next received
+        bytes are the answer to the next request. Otherwise a new connection is opened.
 
         Raises:
             OSError: The rank cannot be reached.
@@ -254,7 +254,7 @@ class DonorConnections:
 
 
 class FragmentRequest(NamedTuple):
-    """Fragment that this job takes from a donor."""
+    """Fragment to take from another job (the donor), with the version and the tensors to take."""
 
     fragment: Fragment
     number: int  # of the fragment
@@ -263,7 +263,7 @@ class FragmentRequest(NamedTuple):
 
 
 class ReadFragment(NamedTuple):
-    """This rank's elements of a fragment, as they were read, or why they could not be read."""
+    """This rank's elements of a part of the model, copied from another job, or why that failed."""
 
     tensors: dict[str, torch.Tensor]
     versions: set[int] = set()  # several if the donor took an outer step in between
@@ -271,10 +271,10 @@ class ReadFragment(NamedTuple):
 
 
 class FragmentReader:
-    """Thread of a rank that reads fragments from the donor's ranks, one after another.
+    """Thread that copies parts of the model (fragments) from the ranks of another job, the donor.
 
-    It has connections of its own. With two readers, the donor always has a request to answer: over a WAN,
-    a single one would wait a round trip for each fragment.
+    The thread has connections of its own. A rank has two such threads, so that the donor always has a
+    request to answer: a single one would wait for a round trip over the WAN after each fragment.
 
     Args:
         donor: The job from which fragments are copied.
@@ -289,11 +289,11 @@ class FragmentReader:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holmes-take")
 
     def read(self, request: FragmentRequest) -> Future[ReadFragment]:
-        """Begin to read this rank's elements of a fragment, after those of earlier calls."""
+        """Queue a request to copy a part of the model from the donor; the future gets the elements."""
         return self._thread.submit(self._read, request)
 
     def close(self) -> None:
-        """End the thread, also if it waits for the donor, and close its connections."""
+        """End the thread, even if it waits for data, and close its connections."""
         self._connections.cut()
         self._thread.submit(self._connections.close)
         self._thread.shutdown(wait=False)
@@ -321,7 +321,7 @@ def take_fragments(
     store: Store,
     tensors: Sequence[str] = (ANCHOR, MOMENTUM),
 ) -> str:
-    """Take fragments from a donor on all ranks of this job; collective.
+    """Copy parts of the model (fragments) from another job, the donor, on all ranks; collective.
 
     Each rank reads its elements of the weights after the last outer step (anchor) and of the outer momentum.
     All ranks must get the same version: if the donor takes an outer step in between, they read again.
@@ -367,17 +367,17 @@ def _take_fragment(
     job_ranks: JobRanks,
     store: Store,
 ) -> str:
-    """Compare what all ranks of this job have read of a fragment, and store it; collective.
+    """Store a fragment, after checking that all ranks have read the same version of it; collective.
 
     Args:
-        request: The fragment, and the version that it must have.
-        first_read: What this rank reads of it.
-        reader: Reads it again, if the donor has taken an outer step in between.
+        request: The fragment, and the least version that it must have.
+        first_read: Gets this rank's elements of the fragment.
+        reader: Reads the fragment again if the donor took an outer step while the ranks were reading.
         job_ranks: Collectives over the ranks of this job.
-        store: As that of take_fragments().
+        store: Called with the fragment, its version, anchor and momentum (see take_fragments()).
 
     Returns:
-        "", or why the fragment could not be taken.
+        "" if the fragment was stored. Otherwise the reason why it could not be taken.
     """
     next_read = first_read
     for _ in range(_TRIES):
@@ -450,9 +450,8 @@ def _fetch(
                 patience_s=connections.patience_s,
             )
             versions.add(version)
-            if (
-                version < request.least_version
-            ):  # too old, although the donor has waited: read no more
+            is_too_old = version < request.least_version  # although the donor has waited
+            if is_too_old:
                 return versions
     return versions
 
@@ -470,7 +469,7 @@ def _read(
 
     Args:
         channel: Connection to that rank.
-        index: Index of the fragment.
+        index: Index of the fragment, a part of the model.
         least_version: Least version (round of the last outer step) that this job needs. The donor waits
             until it has this version. If that takes too long, it answers with an older version.
         start: First element.

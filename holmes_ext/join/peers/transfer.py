@@ -42,7 +42,7 @@ _CLOSED = "it has called again, so this connection was closed"
 
 
 class Speed:
-    """Best transfer rate reached to each other job, to set deadlines of later transfers."""
+    """The best transfer rate so far to each other job. The deadlines of later transfers follow from it."""
 
     def __init__(self) -> None:
         self._seconds_per_byte: dict[str, float] = {}  # by job
@@ -246,7 +246,12 @@ def run(transfers: Iterable[PeerTransfer], patience_s: float) -> dict[str, str]:
 
 
 def _move_bytes(transfer: PeerTransfer, mask: int) -> str:
-    """Move bytes of a transfer; return why it has failed; "": it has not failed."""
+    """Send and receive bytes of a transfer; return why this failed, "" if it did not fail.
+
+    Args:
+        transfer: The transfer.
+        mask: Events for which its connection is ready, as a selector reports them.
+    """
     try:
         transfer.move(mask)
         return ""
@@ -274,7 +279,12 @@ def _watch(change: Callable[..., Any], transfer: PeerTransfer) -> str:
 
 
 def _reason_to_give_up(transfer: PeerTransfer, patience_s: float) -> str:
-    """Return why a transfer must be given up; "" if it may go on."""
+    """Return why a transfer must be given up; "" if it may go on.
+
+    Args:
+        transfer: The transfer.
+        patience_s: The longest time in seconds in which no byte may move.
+    """
     peer = transfer.peer
     if transfer.connection.fileno() < 0:  # closed by another thread
         return f"{peer}: {_CLOSED}"

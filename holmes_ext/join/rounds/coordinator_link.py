@@ -94,7 +94,7 @@ class CoordinatorLink:
     def _ask_on_rank_0(self, op: str, document: Mapping[str, Any]) -> Verdict:
         """Send a request from rank 0; return the coordinator's verdict, or a result for an error.
 
-        If rank 0 raised errors here, the other ranks would wait in vain for its broadcast.
+        Rank 0 must not raise errors here, because the other ranks wait for its broadcast.
 
         Returns:
             The coordinator's reply. Without a usable reply: {"refused": reason} if the coordinator
@@ -133,7 +133,7 @@ class CoordinatorLink:
 
 
 class _CachedChecksum(NamedTuple):
-    """Checksum of a fragment's outer state, and the version (last outer step) of that state."""
+    """Checksum of the outer state of a part of the model, and the version (last outer step) of the state."""
 
     version: int
     checksum: int
@@ -159,56 +159,57 @@ class Claims:
         }
 
     def renew(self, submitted_versions: Sequence[int]) -> dict[str, list]:
-        """Update the stored versions and checksums of all fragments, and return them; collective.
+        """Return versions and checksums of all fragments (parts of the model), to report; collective.
 
-        The version of a fragment is the round of its last outer step. Only fragments with a new
-        version get a new checksum. If training has yet to apply the outer step of a committed round
-        (pending step), the version after that step is reported, without a checksum.
+        The version of a fragment is the round of its last outer step. Outer steps of committed rounds
+        that training has not applied yet (pending steps) count as taken. A fragment with such a step
+        has no checksum: it can be computed only after the step.
 
         Args:
-            submitted_versions: Versions of all fragments when training submitted its latest
-                pseudo-gradient. A fragment with an older version than now had a pending step then. All
-                ranks have the same values, as collective checksums need; the current versions of the
-                ranks may differ meanwhile.
+            submitted_versions: Version of each fragment, without pending steps, when training submitted
+                its latest pseudo-gradient; equal on all ranks of the job. (The current versions are not,
+                because training applies a step on one rank sooner than on another.)
 
         Returns:
-            "versions" and "checksums" of all fragments; a checksum is "" while a step is pending.
+            "versions" and "checksums", lists with an entry for each fragment. A checksum is "" if the
+            fragment had a pending step at that submission.
         """
         with self._state.lock:
-            final_versions = [fragment.version_after_pending for fragment in self._state.fragments]
-        # Fragments that had no pending step at the submission: they had the final version already.
-        # Only for these can the checksum of the final version be computed now.
-        stable = [
+            reported_versions = [
+                fragment.version_after_pending for fragment in self._state.fragments
+            ]
+        without_pending_step = [
             index
-            for index, version in enumerate(submitted_versions)
-            if final_versions[index] == version
+            for index, submitted_version in enumerate(submitted_versions)
+            if submitted_version == reported_versions[index]
         ]
-        outdated = []
-        for index in stable:
+        without_cached_checksum = []
+        for index in without_pending_step:
             cached = self._cache.get(index)
-            if cached is None or cached.version != final_versions[index]:
-                outdated.append(index)
-        for index, checksum in zip(outdated, self._checksums(outdated, salt="")):
-            self._cache[index] = _CachedChecksum(final_versions[index], checksum)
-        checksums = [""] * len(final_versions)
-        for index in stable:
+            if cached is None or cached.version != reported_versions[index]:
+                without_cached_checksum.append(index)
+        new_checksums = self._checksums(without_cached_checksum, salt="")
+        for index, checksum in zip(without_cached_checksum, new_checksums):
+            self._cache[index] = _CachedChecksum(reported_versions[index], checksum)
+        checksums = [""] * len(reported_versions)
+        for index in without_pending_step:
             checksums[index] = hexadecimal(self._cache[index].checksum)
-        self.latest_report = {"versions": final_versions, "checksums": checksums}
+        self.latest_report = {"versions": reported_versions, "checksums": checksums}
         return self.latest_report
 
     def salted(self, fragment: int, salt: str) -> str:
-        """Return the checksum of a fragment and a salt, a text from the coordinator; collective.
+        """Return the checksum of a part of the model and a salt, a random text; collective.
 
         The salt is new in each round. So only a job that has the weights can compute the checksum.
         """
         return hexadecimal(self._checksums([fragment], salt)[0])
 
     def forget(self, fragment: int) -> None:
-        """Forget the checksum of a fragment that was replaced with another job's."""
+        """Forget the checksum of a part of the model that was replaced by another job's weights."""
         self._cache.pop(fragment, None)
 
     def _checksums(self, fragments: Sequence[int], salt: str) -> list[int]:
-        """Return the checksums of fragments over all ranks of the job; collective unless there are none."""
+        """Return checksums of parts of the model over all ranks; collective unless `fragments` is empty."""
         position = self._state.weights.position
         of_this_rank = [
             self._state.fragments[index].checksum(position, salt) for index in fragments
@@ -235,7 +236,7 @@ class RemoteJob:
 
 
 class FoundJobs(NamedTuple):
-    """Ranks of other jobs that were looked up, and the jobs that were not found."""
+    """Result of RemoteJobs.find(): ranks of the jobs that were found, and names of the other jobs."""
 
     jobs: dict[str, RemoteJob]  # by name
     missing: frozenset[str]  # names of jobs whose ranks cannot be found any more
@@ -245,7 +246,7 @@ class RemoteJobs:
     """Cache of the ranks of other jobs: the elements that they exchange, and their addresses.
 
     Args:
-        coordinator: Sends requests to the coordinator. That has the ranks of all jobs.
+        coordinator: Sends requests to the coordinator, which lists the ranks of all jobs.
         job_ranks: Collectives over the ranks of this job.
         position: Position of this rank in the model-parallel grid.
         total: Number of elements at this position.

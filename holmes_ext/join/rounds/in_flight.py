@@ -12,8 +12,8 @@ import torch
 class RoundResult:
     """Result of a round: verdict, shares of the jobs in the aggregate, and measurements.
 
-    A round exchanges a fragment's pseudo-gradients. All ranks of a job have the same values, except
-    for `bytes` and `seconds`.
+    A round exchanges the pseudo-gradients of a part of the model. All ranks of a job have the same values,
+    except for `bytes` and `seconds`.
     """
 
     #: "commit": take the outer step; "taken": `fragments` came from job `source`; "void": no change.

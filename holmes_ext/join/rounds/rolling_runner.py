@@ -170,7 +170,7 @@ class RollingRunner(RoundRunner):
                 self._handle_void(verdict)
 
     def _offer(self, in_flight: InFlight) -> dict[str, Any]:
-        """Return the offer of a pseudo-gradient, for the coordinator; collective.
+        """Return the description of a pseudo-gradient that this job offers for a round; collective.
 
         Args:
             in_flight: The pseudo-gradient: this rank's elements.

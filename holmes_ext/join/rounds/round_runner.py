@@ -60,7 +60,7 @@ _AGAIN_S = 2.0
 
 @dataclass
 class _Received:
-    """Pseudo-gradients of all jobs, as this rank has them after an attempt of their exchange."""
+    """Result of an exchange on this rank: the jobs' pseudo-gradients, or the jobs that failed."""
 
     attempt: Attempt
     names: list[str]  # jobs that contribute; this job may be among them
@@ -127,7 +127,7 @@ class RoundRunner:
         self._thread.start()
 
     def submit(self, in_flight: InFlight) -> None:
-        """Pass a pseudo-gradient to the thread; its `ended` future gets the result of the round."""
+        """Queue a pseudo-gradient for a round; the rounds thread sets the result in `in_flight.ended`."""
         in_flight.versions = self._versions()
         self._inbox.put(in_flight)
 
@@ -178,7 +178,7 @@ class RoundRunner:
         return result
 
     def hello(self) -> dict[str, Any]:
-        """Return the keys of the job's hello (reports.Hello) that change over time."""
+        """Return the part of the job's `hello` to the coordinator that changes over time."""
         return {
             **self.claims.latest_report,
             "round": self.number,
@@ -207,7 +207,7 @@ class RoundRunner:
                 in_flight.ended.set_exception(error)
 
     def _round(self, in_flight: InFlight) -> RoundResult:
-        """Exchange a submitted pseudo-gradient; return the round's result; collective."""
+        """Run a round for a submitted pseudo-gradient, and return its result; collective."""
         begin = time.monotonic()
         self.taker.wait_for_momenta()  # take_momenta() has ended: this raises its error
         sent_before = self.links.sent
@@ -372,7 +372,7 @@ class RoundRunner:
 
         Args:
             members: Job -> share of its pseudo-gradient in the sum; 0: it only receives.
-            fragment: Elements to exchange.
+            fragment: Part of the model to exchange.
             found: The other jobs' ranks, with addresses and the elements that each exchanges.
         """
         ranges_of = {self.job: self.ranges}
@@ -427,7 +427,7 @@ class RoundRunner:
         }
 
     def _digests(self, in_flight: InFlight, received: _Received, salt: str) -> dict[str, str]:
-        """Return sending job -> salted digest of its data, over all ranks; collective."""
+        """Return for each job a salted digest of the data that it sent to all our ranks; collective."""
         fragment = self.state.fragments[in_flight.fragment]
         digests_of_rank = [
             received.attempt.digest(fragment, gradient, salt) for gradient in received.gradients
@@ -485,7 +485,7 @@ class RoundRunner:
         )
 
     def take_weights(self, verdict: Verdict) -> RoundResult:
-        """Take fragments from another job, because this job's weights are outdated; collective.
+        """Take newer parts of the model (fragments) from another job; collective.
 
         Args:
             verdict: The verdict "behind". It names the other job, the fragments, and their versions.

@@ -67,7 +67,7 @@ class Screening:
         unusable, too.
 
         Args:
-            fragment: Index of the fragment.
+            fragment: Index of the fragment, a part of the model.
             names: Jobs, in the order of `gram`.
             gram: Inner products of the pseudo-gradients over all elements, float64 [J, J].
             claimed: Job -> norm that it reported when it was ready; None: not finite.
@@ -98,7 +98,7 @@ class Screening:
         """Remember the lengths of the pseudo-gradients in a committed round.
 
         Args:
-            fragment: Index of the fragment.
+            fragment: Index of the fragment, a part of the model.
             gram: Inner products of the pseudo-gradients; the squared lengths are on its diagonal.
         """
         squares = gram.diagonal().tolist()
@@ -113,7 +113,7 @@ class Screening:
         training stands still, and no job is returned.
 
         Args:
-            fragment: Index of the fragment.
+            fragment: Index of the fragment, a part of the model.
             names: All jobs.
             squares: Squared norm of each job's pseudo-gradient, in the order of `names`.
 

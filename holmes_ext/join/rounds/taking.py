@@ -30,8 +30,9 @@ from holmes_ext.join.shards.state import OuterState
 
 
 class WeightTaker:
-    """Replaces this rank's outdated fragments (anchor and momentum) by those of another job.
+    """Replaces this rank's outdated parts of the model (fragments) by those of another job.
 
+    A fragment consists of its anchor (weights after the last outer step) and the outer momentum.
     All ranks of the job call a method together, when the coordinator has found the job's weights outdated:
     when the job starts, or later if it has missed outer steps.
     """
@@ -73,13 +74,13 @@ class WeightTaker:
     def take(
         self, verdict: Verdict, store: Store, tensors: Sequence[str] = (ANCHOR, MOMENTUM)
     ) -> RoundResult:
-        """Take fragments from another job, because this job's weights are outdated; collective.
+        """Take parts of the model (fragments) from a job with newer weights; collective.
 
         Args:
-            verdict: The coordinator's verdict "behind". It names the other job ("from", "incarnation"), the
-                fragments, and their versions.
-            store: Called for each fragment that was taken, with its version, anchor and momentum; a method
-                of OuterState.
+            verdict: The coordinator's verdict "behind": name and start of the other job ("from" and
+                "incarnation"), and the fragments with their versions.
+            store: Called for each fragment that was taken, with its version, anchor (weights after the last
+                outer step) and momentum; a method of OuterState.
             tensors: The tensors to take: ANCHOR, MOMENTUM or both.
 
         Returns:
@@ -111,11 +112,11 @@ class WeightTaker:
         return RoundResult("taken", number, source=name, fragments=list(wanted))
 
     def take_to_begin(self, verdict: Verdict) -> RoundResult:
-        """Take the anchors of the fragments in a verdict "behind"; collective.
+        """Take the weights that the job needs to begin training from another job; collective.
 
-        Training can begin with the anchors. Their momenta are needed later, for the first outer step.
-        take_momenta() must take them while training runs. If the outer algorithm has no momentum, the
-        fragments are complete at once.
+        These are the anchors (weights after the last outer step) of the parts of the model in a verdict
+        "behind". The outer momenta are not needed before the first outer step: take_momenta() takes them
+        while training runs, if the outer algorithm has momenta.
 
         Returns:
             A result with verdict "taken", or "void" with the reason.
@@ -130,10 +131,11 @@ class WeightTaker:
         return result
 
     def take_momenta(self) -> None:
-        """Take the momenta that belong to the anchors of take_to_begin(), if any; collective.
+        """Take the outer momenta that belong to the weights of take_to_begin(), if any; collective.
 
-        A fragment whose momentum cannot be taken gets version 0 (give_up_incomplete()). So the coordinator
-        lets the job take the fragment again in its first round. Errors are raised by wait_for_momenta().
+        A part of the model (fragment) whose momentum cannot be taken gets version 0, which is outdated. So
+        the coordinator lets the job take it again in its first round. Errors are raised later, by
+        wait_for_momenta().
         """
         verdict = self._verdict_of_anchors
         self._verdict_of_anchors = None
@@ -153,7 +155,7 @@ class WeightTaker:
             self._momenta_taken.set_result(None)
 
     def wait_for_momenta(self) -> None:
-        """Wait until take_momenta() has ended, if take_to_begin() has taken anchors without momenta.
+        """Wait until take_momenta() has ended, if take_to_begin() has taken weights without momenta.
 
         Raises:
             BaseException: The error that ended take_momenta(), such as a failed collective.

@@ -152,10 +152,10 @@ class Replicas:
         self._device = device
 
     def gather(self, fragment: Fragment, mine: torch.Tensor) -> list[Part]:
-        """Gather a fragment's values from the ranks that hold the same weights; collective.
+        """Gather the values of a part of the model from the ranks that hold it; collective.
 
         Args:
-            fragment: The fragment.
+            fragment: The fragment: a part of the model.
             mine: Values of the elements that this rank exchanges, flat float32 on the CPU.
 
         Returns:
@@ -245,7 +245,7 @@ def gather_cut_matrices(
     each outer step is collective over `holders`.
 
     Args:
-        fragments: Fragments of this rank.
+        fragments: Fragments (parts of the model) of this rank.
         matrices: All weight matrices, as positions in the flat weights.
         holders: All ranks at this position of the model-parallel grid.
         device: Device on which matrices are orthogonalized.

@@ -48,13 +48,13 @@ class SharedRange:
 
 
 def fragment_cuts(total: int, fragments: int, indivisible: Sequence[Range] = ()) -> list[int]:
-    """Return the borders of the fragments of `total` elements, from 0 to `total`.
+    """Return the borders at which `total` elements are divided into fragments, from 0 to `total`.
 
     Fragments have equal lengths, rounded to multiples of ALIGNMENT if they are large.
 
     Args:
         total: Number of elements.
-        fragments: Number of fragments.
+        fragments: Number of fragments (parts of the model).
         indivisible: Ranges (such as matrices) that no border may cut, in order.
     """
     return _even_cuts(0, total, fragments, indivisible)
@@ -72,7 +72,7 @@ def owners(
 
     Args:
         total: Number of elements.
-        cuts: Borders of the fragments, from fragment_cuts().
+        cuts: Borders of the fragments (parts of the model), from fragment_cuts().
         holdings: Rank -> ranges of elements that it holds.
         indivisible: Ranges (such as matrices) that a single rank should exchange as a whole. Such a
             range is divided only at an element inside it where the holdings of some rank begin or end.
@@ -112,7 +112,7 @@ def _borders(total: int, cuts: Sequence[int], holdings: Mapping[int, Sequence[Ra
 
     Args:
         total: Number of elements.
-        cuts: Borders of the fragments.
+        cuts: Borders of the fragments (parts of the model).
         holdings: Rank -> ranges of elements that it holds.
 
     Raises:

@@ -31,7 +31,7 @@ _SAVED = ("anchor", "momentum", "residual")
 
 @dataclass
 class Pending:
-    """Change of a fragment that the rounds thread has prepared and training has not applied yet.
+    """Prepared change of a part of the model (fragment) that training has not applied yet.
 
     It is the outer step of a committed round whose delay is not over; or, with `replaces`, a copy of another
     job's anchor and momentum that this job takes instead of its own.
@@ -133,7 +133,7 @@ class FragmentCopy(NamedTuple):
 
 
 class OuterState:
-    """Outer optimizer state of a rank: anchor, momentum and pending steps of each fragment.
+    """Outer optimizer state of a rank: anchor, momentum and pending steps of each part of the model.
 
     The anchor is the weights after the last outer step. A rank has only the elements that it
     exchanges.
@@ -142,7 +142,7 @@ class OuterState:
     def __init__(
         self, settings: OuterSettings, weights: Weights, owned: Sequence[RankRange], rank: int
     ):
-        """Divide the model into fragments; each anchor starts as a copy of the current weights.
+        """Divide the model into fragments, each with the current weights and momentum and residual 0.
 
         Args:
             settings: The --holmes-outer settings.
@@ -166,7 +166,7 @@ class OuterState:
         ]
 
     def _fragment(self, start: int, stop: int, ranges: list[Range]) -> Fragment:
-        """Return a fragment with the current weights as anchor; momentum and residual are 0.
+        """Return a part of the model with its outer state before the first outer step.
 
         On the host, an element takes
 
@@ -210,7 +210,7 @@ class OuterState:
         return fragment
 
     def apply(self, fragment: Fragment) -> None:
-        """Take the oldest pending outer step of a fragment: update anchor, momentum and residual.
+        """Take the oldest pending outer step of a fragment (part of the model).
 
         The anchor is the weights after the last outer step, the residual the rounding errors of the
         codec. If another job's weights are pending instead, anchor and momentum are replaced by those.
@@ -307,10 +307,11 @@ class OuterState:
     ) -> None:
         """Replace a fragment's anchor by that of another job; the momentum follows with add_momentum().
 
-        Training can begin with the anchors. No outer step may be taken before the momentum has arrived.
+        The anchor is the weights after the last outer step: training can begin with it. No outer step may
+        be taken before the momentum has arrived.
 
         Args:
-            fragment: The fragment.
+            fragment: The fragment: a part of the model.
             version: Version of the other job's fragment: the round of its last outer step.
             anchor: This rank's elements of the other job's anchor; never None here.
             momentum: Always None here. (A parameter so that this method has the signature take.Store.)
@@ -325,13 +326,13 @@ class OuterState:
         anchor: torch.Tensor | None,
         momentum: torch.Tensor | None,
     ) -> None:
-        """Store the momentum that belongs to an anchor of replace_anchor().
+        """Store another job's outer momentum, after replace_anchor() has stored the weights to it.
 
-        If the momentum has another version than the anchor, it is dropped: the other job has taken an
+        If the momentum has another version than these weights, it is dropped: the other job has taken an
         outer step in between.
 
         Args:
-            fragment: The fragment.
+            fragment: The fragment: a part of the model.
             version: Version of the other job's fragment when it sent the momentum.
             anchor: Not used. (A parameter so that this method has the signature take.Store.)
             momentum: This rank's elements of the momentum; None only if the algorithm has none.
@@ -343,11 +344,11 @@ class OuterState:
                 fragment.lacks_momentum = False
 
     def give_up_incomplete(self) -> None:
-        """Give fragments whose momentum could not be taken version 0 and a momentum of zeros.
+        """Set version and momentum to 0 in fragments whose momentum could not be taken from another job.
 
         Version 0 means: no outer step yet. So the coordinator finds these fragments outdated, and lets the
-        job take them again. If no other job is left to give them, the job keeps the anchors that it has
-        taken, and trains on as if they were the initial weights of a new run.
+        job take them again. If no other job is left to give them, the job trains on with the weights that
+        it has taken, as if they were the initial weights of a new run.
         """
         with self.lock:
             for fragment in self.fragments:
@@ -368,7 +369,7 @@ class OuterState:
         Prepared outer steps that training has not applied yet (pending steps) are dropped.
 
         Args:
-            fragment: The fragment.
+            fragment: The fragment: a part of the model.
             version: Version of the other job's fragment: the round of its last outer step.
             anchor: This rank's elements of the other job's anchor; never None here.
             momentum: The same elements of the other job's momentum; None: keep the current momentum, or
@@ -386,13 +387,13 @@ class OuterState:
         anchor: torch.Tensor | None,
         momentum: torch.Tensor | None,
     ) -> None:
-        """Queue another job's anchor and momentum; training will later replace its own values by them.
+        """Queue another job's weights and momentum, by which training later replaces those of a fragment.
 
         The rounds thread calls this while training runs. Training applies the replacement when its turn in
         the fragment's queue of pending steps comes.
 
         Args:
-            fragment: The fragment.
+            fragment: The fragment: a part of the model.
             version: Version of the other job's fragment: the round of its last outer step.
             anchor: This rank's elements of the other job's anchor; never None here.
             momentum: The same elements of the other job's momentum; None: keep the current momentum, or

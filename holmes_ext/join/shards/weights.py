@@ -136,7 +136,7 @@ class Weights:
         return {tensor.name: f"{list(tensor.shape)} {tensor.dtype}" for tensor in self.tensors}
 
     def held(self, start: int, stop: int) -> list[Part]:
-        """Return views of those of the elements [start, stop) that this rank holds."""
+        """Return views of this rank's elements in the range [start, stop) of the flat model."""
         parts = []
         for part in self.parts:
             first = max(part.start, start)

@@ -64,7 +64,7 @@ class TlsContexts:
 
 @dataclass(frozen=True)
 class Holder:
-    """Facts about the certificate that the other end of a connection has shown: fingerprint and names."""
+    """Fingerprint and names in the certificate that the other end of a connection has shown."""
 
     #: SHA-256 of the certificate, in hexadecimal digits; "": the other end has shown no certificate.
     fingerprint: str = ""
@@ -83,8 +83,7 @@ def contexts_of(pair: KeyPair, authority: str) -> TlsContexts:
         authority: Certificate of the CA, as PEM text.
 
     Raises:
-        ValueError: The texts are no key and certificates, or do not belong together.
-        OSError: The same, found by OpenSSL.
+        ValueError, OSError: The texts are no key and certificates, or do not belong together.
     """
     with _memory_file((pair.certificate + pair.key).encode()) as file:
         return _contexts(file, authority)

@@ -42,8 +42,8 @@ def _list_of(value: object) -> list[Any]:
 def parsed_bytes(data: bytes | bytearray) -> int:
     """Return about how many bytes of memory the values of a JSON text take when it is parsed.
 
-    The characters of strings are not included, because callers count the JSON text itself, too. For a text
-    with more than MOST_VALUES values, the result is that for MOST_VALUES, as unpack() does not parse it.
+    The characters of strings are not included, because callers count the JSON text itself, too. At most
+    MOST_VALUES values are counted, because unpack() parses no text with more.
     """
     return _BYTES_PER_VALUE * min(_most_values(data), MOST_VALUES)
 

@@ -66,7 +66,7 @@ class Refused(HolmesError):
 
 
 class NotAuthentic(Refused):
-    """Error: the other end of a connection is not the process that was called, or was revoked."""
+    """Error: the other end of a connection has not the expected certificate, or a revoked one."""
 
 
 class NotHolmes(ConnectionError):
@@ -159,7 +159,7 @@ class Credentials:
                 channel.cut()
 
     def watch(self, channel: Channel, holder: Holder) -> None:
-        """Remember the certificate's holder at the other end, so that revoke() can end the connection."""
+        """Remember the certificate's holder at the other end of a connection, so that revoke() can cut it."""
         with self._lock:
             self._holders[channel] = holder
 

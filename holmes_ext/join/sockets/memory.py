@@ -100,11 +100,15 @@ class MemoryBudget:
                 self._release(reservation)
 
     def grow(self, reservation: Reservation, count: int) -> None:
-        """Add bytes to a reservation; if all memory is reserved, take it from the job that holds most.
+        """Add bytes to the reservation of a message, if the limits on memory allow it.
+
+        If the limit of all jobs together is exceeded, the connections of the job with most memory are
+        closed, to free its memory.
 
         Raises:
-            MemoryExhausted: The limit of the job is reached; or that of all jobs, and no other job
-                holds more than this job would.
+            MemoryExhausted: The job of the message would exceed its own limit; the limit of all jobs
+                would be exceeded, and this job would hold most memory; or the message's own
+                connection was closed to free its memory.
         """
         job = reservation.job
         with self._lock:

@@ -335,9 +335,7 @@ def _report(
         # Only holmes changes the order in which the launcher lists the nodes.
         nodes = build_plan(site).nodes if is_holmes else variant.order
         panels.append((variant.name, site, nodes, is_holmes))
-    sizes = Sizes(pipeline=STAGE_COUNT).complete(
-        NODE_COUNT
-    )  # with the data-parallel size that follows
+    sizes = Sizes(pipeline=STAGE_COUNT).complete(NODE_COUNT)  # all other ranks are data-parallel
     # The table has medians over all steps; the timeline has the last traced step of each run.
     steps = {f"{name}, its last step": ranks for name, ranks in traces.items()}
     # The first message of holmes names its plan.

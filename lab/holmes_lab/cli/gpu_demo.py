@@ -54,27 +54,28 @@ def run(as_json: bool, script_flags: list[str], cluster: str, steps: int) -> int
     flags = {"stock": [], "holmes": ["--holmes", "--holmes-cluster", str(file)]}
     with BuildProgress() as progress:
         gpus = Gpus(libraries(command, os.environ, on_progress=progress), memory_mb=4096)
-    runs, losses = [], {}
+    runs = []
+    losses: dict[str, list[float]] = {}  # name of a run -> loss of each step
     with tempfile.TemporaryDirectory() as directory, Lab(spec) as lab:
         for name, more in flags.items():
             screen.line(f"{name}: 4 nodes with an emulated GPU each, {steps} steps")
             log = Path(directory, f"{name}.jsonl")
-            runs.append(
-                lab_gpu.run_watched(
-                    lab,
-                    name,
-                    [*command, "--log", str(log), *more],
-                    interleave(spec),
-                    gpus=gpus,
-                    env=_ENVIRONMENT,
-                    order=interleave(spec),
-                    processes=1,
-                    preload=("torch", "deepspeed"),
-                )
+            watched = lab_gpu.run_watched(
+                lab,
+                name,
+                [*command, "--log", str(log), *more],
+                interleave(spec),
+                gpus=gpus,
+                env=_ENVIRONMENT,
+                order=interleave(spec),
+                processes=1,
+                preload=("torch", "deepspeed"),
             )
-            if runs[-1].result.returncode:
-                screen.line(runs[-1].result.outputs[runs[-1].result.first_failed or 0][-3000:])
+            result = watched.result
+            if result.returncode:
+                screen.line(result.outputs[result.first_failed or 0][-3000:])
                 return 1
+            runs.append(watched)
             losses[name] = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
     lab_gpu.show(runs, gpus.libraries)
     difference = max(abs(a - b) for a, b in zip(losses["stock"], losses["holmes"], strict=True))

@@ -28,7 +28,7 @@ from holmes_lab.launchers.command import NEEDS, start_with_launcher
 from holmes_lab.launchers.daemons import Daemons
 from holmes_lab.measure import TOLERANCE, BetweenClustersRow, LinkRow, measure
 from holmes_lab.process.job import TIMED_OUT
-from holmes_lab.process.ranks import interleave
+from holmes_lab.process.ranks import order_of_options
 from holmes_lab.process.shell import run_on_host, running_host
 
 #: Commands that start the processes of a job.
@@ -228,7 +228,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.launcher is None:
         refuse_launcher(command)
     env = dict(_key_value(text) for text in args.env)
-    order = interleave(spec) if args.interleave else args.order.split(",") if args.order else None
+    order = order_of_options(spec, is_interleaved=args.interleave, listed=args.order)
     preload = args.preload.split(",") if args.preload else ()
     sysctl = dict(_key_value(text, "--sysctl") for text in args.sysctl)
     gpus = lab_gpu.gpus_of(args, command, env)
@@ -247,11 +247,9 @@ def _run(args: argparse.Namespace) -> int:
         spec, args.scale, realtime=args.realtime, sysctl=sysctl, login=args.launcher is not None
     ) as lab:
         if args.launcher is None:
-            printer.labels = [
-                f"{name}:{local}"
-                for name in order or [node.name for node in lab.nodes]
-                for local in range(args.processes or spec.cluster_of(name).processes)
-            ]
+            for name in order or [node.name for node in lab.nodes]:
+                processes = args.processes or spec.cluster_of(name).processes
+                printer.labels += [f"{name}:{local}" for local in range(processes)]
         if gpus is not None:
             result = lab_gpu.run(
                 lab, command, args, gpus, printer.labels, preload=preload, **options

@@ -129,8 +129,9 @@ def gpus_of(
             "--gpu-order": args.gpu_order == "random",
             "--gpu-standstill": args.gpu_standstill != END_S,
         }
-        if name := next((name for name, value in values.items() if value), ""):
-            raise HolmesError(f"holmes lab run: {name} is for emulated GPUs; add --gpu")
+        for name, value in values.items():
+            if value:
+                raise HolmesError(f"holmes lab run: {name} is for emulated GPUs; add --gpu")
         return None
     if args.launcher is not None:
         raise HolmesError(
@@ -154,10 +155,10 @@ def gpus_of(
         libs = libraries(command, {**os.environ, **env}, args.nccl_source, progress)
     return Gpus(
         libs,
-        None if args.gpu < 0 else args.gpu,  # of each node; None: one for each process
-        memory_mb,
-        args.seed if args.gpu_order == "random" else None,
-        clock,
+        count=None if args.gpu < 0 else args.gpu,  # of each node; None: one for each process
+        memory_mb=memory_mb,
+        seed=args.seed if args.gpu_order == "random" else None,
+        clock=clock,
     )
 
 
@@ -324,44 +325,38 @@ def show(runs: Sequence[GpuRun], libraries: Libraries) -> None:
     for run in runs:
         print_lines(run.hang)
         print_lines(run.races)
-    named = len(runs) > 1  # the column with the name is empty for a single run
     versions = f"emulated GPU, torch {libraries.torch.version}, NCCL {libraries.source.name}"
-    rows = [
-        [
-            run.name * named,
-            group.group or "-",
-            str(len(group.ranks)),
-            str(len(group.ranks[0])),
-            str(group.nodes),
-            group.network,
-            " ".join(group.nics),
-        ]
-        for run in runs
-        for group in run.groups
-    ]
-    if rows:
-        screen.table(GROUPS, rows, f"{versions}: the network that NCCL chose for each group")
+    rows_of_groups = []
+    rows_of_nics = []
+    for run in runs:
+        run_name = run.name if len(runs) > 1 else ""  # the column is left out for a single run
+        for group in run.groups:
+            rows_of_groups.append(
+                [
+                    run_name,
+                    group.group or "-",
+                    str(len(group.ranks)),
+                    str(len(group.ranks[0])),
+                    str(group.nodes),
+                    group.network,
+                    " ".join(group.nics),
+                ]
+            )
+        for nic in run.nics:
+            sent, received = _megabytes(nic.sent), _megabytes(nic.received)
+            rows_of_nics.append([run_name, nic.node, nic.nic, nic.kind, sent, received])
+    if rows_of_groups:
+        title = f"{versions}: the network that NCCL chose for each group"
+        screen.table(GROUPS, rows_of_groups, title)
     else:
         screen.line(f"{versions}: no communicator was made")
-    cells = [
-        [
-            run.name * named,
-            nic.node,
-            nic.nic,
-            nic.kind,
-            _megabytes(nic.sent),
-            _megabytes(nic.received),
-        ]
-        for run in runs
-        for nic in run.nics
-    ]
     for run in runs:
         busy = f"this machine's cores were {run.result.busy:.0%} busy"
         timing = f": its times are {BOUND_TEXT}" if run.result.busy > BOUND else ""
         screen.line(f"{run.name} ran {run.result.seconds:.1f} s; {busy}{timing}".lstrip())
     screen.table(
         NICS,
-        cells,
+        rows_of_nics,
         "emulated GPU: bytes of each NIC, from start to end of the job (headers included)",
     )
 

@@ -139,7 +139,10 @@ def _build_missing(
     failed = Event()  # whether a command has failed, so that no further one is to start
 
     def run(command: _Command) -> None:
-        """Run a command in a thread of the pool, and show the progress."""
+        """Run a command in a thread of the pool, and show the progress.
+
+        Nothing is run once another command has failed.
+        """
         nonlocal finished
         if failed.is_set():
             return

@@ -36,9 +36,8 @@ def user_cache() -> Path:
         return Path(named)
     try:
         return Path.home() / ".cache"
-    except (
-        RuntimeError
-    ):  # no HOME, and the user's number is not in /etc/passwd, as in some containers
+    except RuntimeError:
+        # There is no HOME, and the user's number is not in /etc/passwd, as in some containers.
         return Path(tempfile.gettempdir())
 
 

@@ -75,7 +75,7 @@ def read(directory: Path) -> list[Communicator]:
 
 
 def _is_new_communicator(record: dict[str, Any]) -> bool:
-    """Return whether a record describes a new communicator; others have only a new name for its group."""
+    """Return whether a record describes a new communicator, and not a new name of its process group."""
     return "members" in record
 
 

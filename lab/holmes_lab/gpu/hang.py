@@ -64,7 +64,8 @@ class WaitForGraph:
         """Build the graph.
 
         Args:
-            states: States of the ranks that answered. A rank that did not answer may do anything.
+            states: States of the ranks that answered. No edges begin at other ranks: they count as able to
+                proceed.
             members: For each communicator, the job's rank of each member, or None if it is unknown.
         """
         self.states = {state.rank: state for state in states}
@@ -212,7 +213,13 @@ class WaitForGraph:
             yield Wait(kernel.work_id, peer_kernel.work_id, reason)
 
     def _is_transfer_in_progress(self, kernel: StreamWork, peer_kernel: StreamWork) -> bool:
-        """Return whether a send meets its receive, or all ranks run the kernel's collective."""
+        """Return whether all ranks that an NCCL kernel exchanges data with run the same operation now.
+
+        Args:
+            kernel: The kernel, which runs.
+            peer_kernel: Kernel of the rank that `kernel` waits for, of the same communicator. If one
+                of the two sends and the other receives, only these two ranks exchange data.
+        """
         if peer_kernel.started and {kernel.direction, peer_kernel.direction} == {"send", "recv"}:
             return peer_kernel.peer == kernel.member
         return all(self._runs_operation(rank, kernel) for rank in self.members[kernel.communicator])

@@ -139,7 +139,7 @@ def libraries(
 
 
 def advised_nccl(torch: TorchBuild) -> str:
-    """Return the version of NCCL that is installed with torch if it was tried, else the default version."""
+    """Return the NCCL version to recommend: torch's own if emulated GPUs support it, else the default."""
     for path in torch.folder.parent.glob("nvidia_nccl_cu*.dist-info"):
         version = path.name.split("-")[1]
         if version in TRIED:

@@ -30,9 +30,8 @@ def missing_waits(directory: Path) -> list[str]:
     Returns:
         For each race "a wait is missing (rank 0, 1): ...", and then lines with its Python stack.
     """
-    ranks_of: dict[tuple[str, ...], set[int]] = defaultdict(
-        set
-    )  # text -> ranks that found the race
+    # Lines that describe a race -> ranks that found it.
+    ranks_of: dict[tuple[str, ...], set[int]] = defaultdict(set)
     paths = {int(path.stem.removeprefix("rank")): path for path in directory.glob("rank*.races")}
     for rank, path in sorted(paths.items()):
         for record in path.read_text(errors="replace").splitlines():

@@ -144,7 +144,13 @@ class Daemons:
     def program(
         self, argv: Sequence[str], host: str = LOGIN, env: Mapping[str, str] | None = None
     ) -> Program:
-        """Return a command with its host and its environment, ready to be started."""
+        """Return a program that is ready to be started on a host of the lab.
+
+        Args:
+            argv: Command of the program.
+            host: Name of the host.
+            env: Environment variables in addition to those of all daemons and of the host. They win.
+        """
         return Program(host, argv, {**self._common, **self.lab.variables(host), **(env or {})})
 
     def kill(self, name: str, host: str) -> None:

@@ -100,9 +100,7 @@ def mount_script(directory: Path) -> str:
 
 def daemons(directory: Path, hosts: Sequence[str], env: Mapping[str, str]) -> list[Program]:
     """Return the sshd of every host, as programs that can be started there."""
-    sshd = program(
-        "sshd"
-    )  # sshd needs its absolute path, as it executes itself for each connection
+    sshd = program("sshd")  # the absolute path, because sshd executes itself for each connection
     programs = []
     for host in hosts:
         argv = [sshd, "-D", "-e", "-f", f"{directory}/sshd_config.{host}"]

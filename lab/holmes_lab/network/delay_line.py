@@ -105,7 +105,7 @@ class DelayedFrame:
 
 
 class _WaitingFrame(NamedTuple):
-    """Frame in a FairQueue. The order of the fields is that in which the queue's heap compares."""
+    """Frame that waits in a FairQueue; the queue's heap compares the fields in this order."""
 
     finish_tag: float
     number: int  # of the frames of the queue
@@ -120,7 +120,7 @@ class LeavingFrame(NamedTuple):
 
 
 class _TimedFrame(NamedTuple):
-    """Frame that waits for a time. The order of the fields is that in which a heap compares."""
+    """Frame that waits until a point in time; a heap compares the fields in this order."""
 
     when_s: float
     number: int  # of such waits; it decides between equal times
@@ -237,7 +237,7 @@ class Router:
         links: Sequence[Sequence[float]],
         nodes: dict[str, tuple[int, str]],
     ):
-        """Create a network without frames.
+        """Create the uplinks of the clusters and the links between them, with empty queues.
 
         Args:
             clusters: For each cluster, "mac" (address of its router) and "uplink_bps" (rate of its

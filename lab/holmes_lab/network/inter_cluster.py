@@ -131,7 +131,7 @@ def delay_line(
 
 
 def link_of(wan: Wan, first: str, second: str) -> Between:
-    """Return the link between two clusters, without limit and latency if the file has none."""
+    """Return the link between two clusters; if cluster.toml has none, a link without limit and latency."""
     unlimited = Between((first, second), rate_bps=0, latency_s=0.0)
     return wan.pair_of.get((first, second)) or unlimited
 

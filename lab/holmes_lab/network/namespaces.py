@@ -40,7 +40,7 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Move the calling process, for CLONE_NEWPID its future children, into new namespaces."""
+    """Move the calling process into new namespaces; a new PID namespace holds only its later children."""
     _call("unshare", flags)
 
 

@@ -68,7 +68,7 @@ class RunResult:
         return self._texts("stdout")
 
     def _texts(self, *streams: str) -> dict[int, str]:
-        """Return rank -> its lines of these streams as one text."""
+        """Return the output of each rank in the given streams ("stdout", "stderr"), as one text."""
         return {
             rank: "".join(f"{line}\n" for stream, line in lines if stream in streams)
             for rank, lines in self.lines.items()

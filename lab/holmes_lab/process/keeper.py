@@ -151,7 +151,7 @@ class Keeper:
     """
 
     def __init__(self, control: socket.socket, caller: int):
-        """Begin without any forked process.
+        """Store the socket and the pidfd; no process is forked yet.
 
         Args:
             control: Socket to the process that created the Lab (the caller), for its requests.
@@ -195,20 +195,22 @@ class Keeper:
         self.holders[name] = wire.HolderPids(pid=pid, pid_in_lab=int(answer))
 
     def serve(self) -> None:
-        """Serve the caller's requests until the lab is to end.
+        """Serve requests of the caller, the process that created the lab, until the lab must end.
 
-        The lab ends when the caller closes its socket, or when one of these processes has ended:
-        the caller, the holder of the switch's namespace (the init of the lab's PID namespace), or
-        the delay line, if the caller has requested one.
+        It must end when the caller closes its socket, or when one of these processes has ended:
+
+            the caller
+            the init process of the lab's PID namespace
+            the process that emulates the network between clusters, if the caller has requested it
         """
         needed = {"caller": self.caller, SWITCH: os.pidfd_open(self.holders[SWITCH].pid)}  # pidfds
         while True:
             if WAN in self.holders and WAN not in needed:
                 needed[WAN] = os.pidfd_open(self.holders[WAN].pid)
             ready, _, _ = select.select([self.control.fileno(), *needed.values()], [], [])
-            if any(
-                pidfd in ready for pidfd in needed.values()
-            ):  # a pidfd is ready when its process ends
+            # A pidfd is ready when its process has ended.
+            is_over = any(pidfd in ready for pidfd in needed.values())
+            if is_over:
                 return
             message, descriptors = wire.receive(self.control)
             if message is None:

@@ -53,24 +53,25 @@ def serve_job(job: socket.socket, run_script: Script | None = None) -> Entry | N
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     namespaces.adopt_orphans()
-    expected, started = None, 0
+    expected: int | None = None  # number of ranks of the job; None: not received yet
+    started = 0  # ranks that were started
     running: dict[int, tuple[int, int]] = {}  # pidfd -> (rank, pid)
     while expected is None or started < expected or running:
+        # A pidfd is ready when its rank has ended, the socket when it has a message.
         ready, _, _ = select.select([job.fileno(), *running], [], [])
         for pidfd in [fd for fd in ready if fd in running]:
             rank, pid = running.pop(pidfd)
             os.close(pidfd)
             _report(job, {"rank": rank, "status": _wait_for_status(pid)})
         if job.fileno() in ready:
-            # A message to stop, with the number of ranks, with a signal, or to start a rank.
             message, descriptors = wire.receive(job)
             if message is None:  # the caller has closed the socket, or has ended
                 break
-            if "job" in message:
+            if "job" in message:  # the number of ranks
                 expected = message["job"]
-            elif "signal" in message:
+            elif "signal" in message:  # for one rank or all
                 _signal_ranks(running, message)
-            else:
+            else:  # start a rank
                 pid = os.fork()
                 if pid == 0:
                     _become_rank(job, message, descriptors)
@@ -127,9 +128,8 @@ def _kill_descendants() -> None:
     The children of this process are killed, again and again, until it has none. When a child has
     ended, the children of that child become children of this process (adopt_orphans()).
     """
-    me = os.readlink(
-        "/proc/self"
-    )  # as PPid in /proc shows it, unlike os.getpid() in a PID namespace
+    # This process's PID as PPid in /proc shows it. In a PID namespace, os.getpid() may differ.
+    me = os.readlink("/proc/self")
     # /proc may have the PIDs of an outer PID namespace, but kill() takes those of this namespace. NSpid has
     # both: this is the index of the latter.
     level = len(_status(me)["NSpid"].split()) - 1

@@ -35,6 +35,24 @@ def interleave(spec: SiteSpec) -> tuple[str, ...]:
     return tuple(interleaved)
 
 
+def order_of_options(
+    spec: SiteSpec, *, is_interleaved: bool, listed: str | None
+) -> Sequence[str] | None:
+    """Return the nodes of a job in the order that options of `holmes lab run` choose.
+
+    Args:
+        spec: The clusters.
+        is_interleaved: Whether --interleave is given: the clusters take turns.
+        listed: Value of --order: names of nodes, separated by commas; "" or None if it is not given.
+
+    Returns:
+        None without both options: all nodes, in the order of cluster.toml.
+    """
+    if is_interleaved:
+        return interleave(spec)
+    return listed.split(",") if listed else None
+
+
 def check_order(nodes: Sequence[LabNode]) -> None:
     """Raise HolmesError if the job has no node, or a node twice."""
     for node in nodes:
@@ -87,9 +105,8 @@ def common_environment(
         common[accelerator.VARIABLE] = accelerator.dump(configuration)
     emulated = accelerator.VARIABLE in common
     if emulated:
-        accelerator.add_to_environment(
-            common
-        )  # lets each Python install the accelerator when it starts
+        # Each Python of the job then installs the accelerator when it starts.
+        accelerator.add_to_environment(common)
     return common, emulated
 
 

@@ -125,7 +125,9 @@ def run_on_host(holder: int, argv: Sequence[str], env: Mapping[str, str]) -> int
 def _enter_and_run(
     holder: int, argv: Sequence[str], env: Mapping[str, str], error_pipe: int
 ) -> None:
-    """Run a command in the namespaces of a process, and exit with its status.
+    """Run a command in the namespaces of a process, and exit with its status; never return.
+
+    The calling process joins the namespaces, forks a child that executes the command, and waits for it.
 
     Args:
         holder: PID of the process that holds the namespaces.
@@ -150,12 +152,13 @@ def _enter_and_run(
                 with contextlib.suppress(OSError):
                     os.chdir(directory)
                 os.execvpe(argv[0], list(argv), dict(env))
-        except OSError as error:
+        except OSError as error:  # in the calling process, or in the child if execvpe() failed
             os.write(error_pipe, (error.strerror or str(error)).encode())
             os._exit(127)
+        # Only the calling process comes here: the child executes the command, or has exited.
         os.close(error_pipe)
         _, wait_status = os.waitpid(child, 0)
         status = os.waitstatus_to_exitcode(wait_status)
         os._exit(status if status >= 0 else 128 - status)
-    finally:
+    finally:  # after any other exception, in either process
         os._exit(1)

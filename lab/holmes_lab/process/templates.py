@@ -38,7 +38,7 @@ _KEPT = 4
 
 @dataclass(frozen=True)
 class TemplateKey:
-    """Everything on which the imports of a preloaded Python depend. Labs with the same key can share them."""
+    """All inputs on which the imports of a preloaded Python depend; labs with equal keys share it."""
 
     interpreter: str  # path of the Python
     modules: tuple[str, ...]  # imported by the template

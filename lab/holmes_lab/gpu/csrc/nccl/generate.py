@@ -70,11 +70,11 @@ def function(words: list[str]) -> str:
 
 
 def functions(table: str) -> list[str]:
-    """Return the C++ initializers of all device functions, in the order of their numbers.
+    """Return a C++ initializer for each device function: element n is that of function number n.
 
-    Several rows of NCCL's table may have the same number, as signed and unsigned sums are the same
-    function. Then the first row counts. NCCL launches no function whose number is in no row. To
-    keep the order of the others, its element of the list is filled with SendRecv.
+    Several rows of NCCL's table may have the same number, because signed and unsigned sums are the same
+    function. The first of these rows is used. A number without a row is never launched by NCCL; the
+    list has SendRecv there, so that later functions keep their positions.
 
     Args:
         table: Text of host_table.cc. Its array ncclDevFuncRowToId has rows such as
@@ -82,11 +82,11 @@ def functions(table: str) -> list[str]:
             without function.
     """
     rows = table[table.index("ncclDevFuncRowToId[]") :].split("};")[0]
-    initializers: dict[int, str] = {}
+    initializer_of: dict[int, str] = {}  # number of a function -> its initializer
     for number, name in re.findall(r"\*/ (\d+), // (.+)", rows):
-        initializers.setdefault(int(number), function(name.split()))
-    filler = function(["SendRecv"])
-    return [initializers.get(number, filler) for number in range(max(initializers) + 1)]
+        initializer_of.setdefault(int(number), function(name.split()))
+    never_launched = function(["SendRecv"])
+    return [initializer_of.get(number, never_launched) for number in range(max(initializer_of) + 1)]
 
 
 def run_nccl_generator(folder: Path, out: Path) -> None:
