@@ -1,6 +1,7 @@
 """Outer algorithms: when pseudo-gradients are exchanged, and the outer step that applies their aggregate.
 
-An algorithm is a class in this module, registered by its name in ALGORITHMS (setting `algorithm`). The
+An algorithm is a class in this module, registered by its name in ALGORITHMS (setting `algorithm`; with
+algorithm=auto, algorithm_for() chooses one by the inner optimizer). The
 model's weights are divided into fragments; each round exchanges one fragment.
 
     anchor             a      fragment after its last outer step, equal in all jobs: float32, on the host
@@ -309,3 +310,42 @@ ALGORITHMS: dict[str, type[DiLoCo]] = {
     "muon": Muon,
 }
 ALGORITHMS |= extensions.objects("outer_algorithms")
+
+#: Value of the setting `algorithm` that stands for algorithm_for(inner optimizer).
+AUTO = "auto"
+#: Algorithms that "auto" may stand for.
+AUTO_CHOICES = ("muon", "diloco")
+#: Attributes in which DeepSpeed, megatron-core and Accelerate keep the optimizers that theirs wraps.
+_WRAPPED = ("optimizer", "basic_optimizer", "chained_optimizers", "optimizers")
+
+
+def algorithm_for(optimizer: Any) -> str:
+    """Return the name of the outer algorithm that algorithm=auto stands for.
+
+    In all measurements (docs/benchmarks/joined.md), `muon` gave a lower loss than `diloco` if AdamW took the
+    inner steps, and a higher loss if Muon did.
+
+    Args:
+        optimizer: The inner optimizer of the job, or a framework's wrapper around one or several of them.
+            None: it is not known.
+    """
+    return "diloco" if _is_muon(optimizer) else "muon"
+
+
+def _is_muon(optimizer: Any) -> bool:
+    """Return whether the name of an optimizer's class contains "muon", or that of one that it wraps.
+
+    Examples: torch.optim.Muon, DeepSpeed's MuonWithAuxAdam, megatron-core's TensorParallelMuon.
+    """
+    unvisited, visited = [optimizer], set()
+    while unvisited:
+        one = unvisited.pop()
+        if id(one) in visited or isinstance(one, (str, type(None))):
+            continue
+        visited.add(id(one))
+        if "muon" in type(one).__name__.lower():
+            return True
+        wrapped = [vars(one).get(name) for name in _WRAPPED] if hasattr(one, "__dict__") else []
+        for value in wrapped:
+            unvisited.extend(value if isinstance(value, (list, tuple)) else [value])
+    return False

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from holmes_ext.checks import InRange, OneOf, problems_in
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.algorithms import ALGORITHMS, DiLoCo
+from holmes_ext.join.algorithms import ALGORITHMS, AUTO, DiLoCo, algorithm_for
 from holmes_ext.join.estimate import DEFAULT, MOST_FRAGMENTS
 from holmes_ext.words import counted, named_values
 
@@ -42,8 +42,8 @@ class OuterSettings:
         HolmesError: A value is out of range, or values do not fit each other.
     """
 
-    #: Outer algorithm (algorithms.py).
-    algorithm: Annotated[str, OneOf(ALGORITHMS)] = "muon"
+    #: Outer algorithm (algorithms.py); "auto": the job's optimizer determines it (for_optimizer).
+    algorithm: Annotated[str, OneOf((AUTO, *ALGORITHMS))] = AUTO
     #: Inner steps between two exchanges of a fragment; 0: `seconds` decides.
     every: int = DEFAULT[0]
     seconds: float = 0.0
@@ -94,7 +94,7 @@ class OuterSettings:
             value = repr(problem.value) if isinstance(problem.value, str) else f"{problem.value:g}"
             yield f"{problem.field}={value} is not {problem.allowed}"
         yield from self._problems_of_period()
-        algorithm = ALGORITHMS[self.algorithm]
+        algorithm = self._algorithm_class
         if not self._is_mix_valid():
             yield f"mix={self.mix!r} is neither keep nor a share from 0 to 1"
         # With rounds=async, training goes on during a round. When its aggregate is applied, the local
@@ -128,7 +128,7 @@ class OuterSettings:
                 f"exchanged once in that many steps; write every={next_lower or self.fragments} or "
                 f"every={next_higher}"
             )
-        algorithm = ALGORITHMS[self.algorithm]
+        algorithm = self._algorithm_class
         if self.every and algorithm.one_at_a_time and self.delay >= self.period:
             yield (
                 f"delay={self.delay} must be less than every / fragments = {counted(self.period, 'step')}: a "
@@ -162,9 +162,25 @@ class OuterSettings:
         """Return the inner steps from one round to the next; 0 if `seconds` is set."""
         return self.every // self.fragments
 
+    def for_optimizer(self, optimizer: Any) -> OuterSettings:
+        """Return these settings with the algorithm that "auto" stands for, if that is the setting.
+
+        Args:
+            optimizer: Inner optimizer of the job, or a framework's wrapper around it.
+        """
+        if self.algorithm != AUTO:
+            return self
+        return replace(self, algorithm=algorithm_for(optimizer))
+
     def outer_algorithm(self) -> DiLoCo:
-        """Return the outer algorithm with these settings."""
-        return ALGORITHMS[self.algorithm](self.lr, self.momentum, self.mix, self.delay, self.clip)
+        """Return the outer algorithm with these settings; with "auto", that for AdamW as inner optimizer."""
+        kind = self._algorithm_class
+        return kind(self.lr, self.momentum, self.mix, self.delay, self.clip)
+
+    @property
+    def _algorithm_class(self) -> type[DiLoCo]:
+        name = algorithm_for(None) if self.algorithm == AUTO else self.algorithm
+        return ALGORITHMS[name]
 
     def agreed(self) -> dict[str, Any]:
         """Return the settings that must be equal in all jobs, by name."""

@@ -41,11 +41,6 @@ _PORT = 29600
 #: Number of joined jobs with default settings -> their loss compared with one synchronous job, as measured in
 #: docs/benchmarks/joined.md.
 _LOSS_OF_JOINED = {2: "as one job's within seed noise", 4: "0.16 to 0.22 nats behind one job's"}
-#: Advice from the results of benchmarks/joined_muon.py.
-_MUON = (
-    "serve --outer algorithm=muon: jobs that use AdamW learned more, in small models "
-    "(docs/benchmarks/joined.md)"
-)
 CHOICES = (Column("choice", wrap=20), Column("tokens/s", right=True), Column("loss", wrap=16))
 LEGEND = "exposed, slower: of each step; gain: tokens/s over those of the best plan of one job that crosses"
 #: Clusters that are needed for joined jobs.
@@ -313,8 +308,7 @@ class JoinedForecast:
             "`holmes join serve` on HOST, which all reach, and `holmes join invite NAME` there for each "
             "cluster's job; add to each job's command, with its own cluster's name"
         )
-        # _MUON: a hint for joined jobs, that another optimizer may give a lower loss.
-        return [*lines, _MUON, f"{self.verdict()}; {serve}:", f"  {best.flags}"]
+        return [*lines, f"{self.verdict()}; {serve}:", f"  {best.flags}"]
 
     def _recommended(self) -> Choice:
         """Return the way to train with most tokens/s, of those whose loss is known."""

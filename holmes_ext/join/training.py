@@ -76,6 +76,8 @@ class FrameworkAdapter:
     weights: Callable[[], WeightShards]
     #: Returns the torch.device of the weights.
     device: Callable[[], Any]
+    #: Optimizer of the inner steps, or the framework's wrapper around it.
+    optimizer: Any
     #: Updates the framework's copies of the weights (such as bf16 weights) after an outer step has changed
     #: the weights. Called on all ranks in the same step.
     written: Callable[[], None] = lambda: None
@@ -356,7 +358,7 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
         return weights_of(shards)
 
     prepared = prepare(job.address, job.options, job.environ, job.early)
-    job.settings = prepared.settings
+    job.settings = prepared.settings.for_optimizer(adapter.optimizer)
     loop = join(
         prepared.place,
         job.settings,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import is_name
+from holmes_ext.join.algorithms import AUTO, AUTO_CHOICES
 from holmes_ext.join.coordinator.membership import difference
 from holmes_ext.join.coordinator.reports import Hello
 from holmes_ext.join.identity.invitation import REDEEM
@@ -145,9 +146,13 @@ class Gate:
         if self._settings is None:
             return hello
         # "outer": the --holmes-outer settings that must be equal in all jobs, by name.
-        given = {"outer": hello.agreed.get("outer")}
-        required = {"outer": self._settings.agreed()}
-        if text := difference(given, required, "`holmes join serve`"):
+        given = hello.agreed.get("outer")
+        required = self._settings.agreed()
+        algorithm = given.get("algorithm") if isinstance(given, dict) else None
+        if self._settings.algorithm == AUTO and algorithm in AUTO_CHOICES:
+            # The job has chosen by its optimizer. It is compared with the other jobs later.
+            required["algorithm"] = algorithm
+        if text := difference({"outer": given}, {"outer": required}, "`holmes join serve`"):
             raise HolmesError(f"job {identity.job!r} cannot join: it differs in {text}")
         return replace(hello, min=self._settings.min)
 

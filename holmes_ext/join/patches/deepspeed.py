@@ -78,6 +78,7 @@ def _adapter(engine: Any) -> training.FrameworkAdapter:
         name="DeepSpeed",
         weights=lambda: _weights(engine),
         device=lambda: get_accelerator().current_device_name(),
+        optimizer=engine.optimizer,
         # The outer training calls this after it has changed weights.
         written=lambda: _update_model_weights(engine),
         # Numbers of pipeline stages and tensor-parallel ranks: must be the same in all joined jobs.

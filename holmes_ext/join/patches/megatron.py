@@ -144,6 +144,7 @@ def _adapter(optimizer: Any) -> training.FrameworkAdapter:
         # refusal() accepts exactly one optimizer, so the first is the only one.
         weights=lambda: _weights(_stepping_optimizers(optimizer)[0]),
         device=lambda: next(_chunks[0].parameters()).device,
+        optimizer=optimizer,
         agreed={"sizes": sizes},  # must be equal in all joined jobs
         refusal=lambda settings: refusal(optimizer, settings, sizes),
     )

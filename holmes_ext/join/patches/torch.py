@@ -86,7 +86,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     def adapter() -> training.FrameworkAdapter:
         """Describe the weights that the job exchanges. claim() calls this once, before the first step."""
         return training.FrameworkAdapter(
-            "torch", weights=lambda: weights_of(optimizer), device=device
+            "torch", weights=lambda: weights_of(optimizer), device=device, optimizer=optimizer
         )
 
     # claim() makes the first optimizer of the process the owner, and joins the other jobs with its weights.
