@@ -126,7 +126,7 @@ class SendingStream:
         self._send_chunk(data)
 
     def _send_chunk(self, data: bytes) -> None:
-        """Send the length of a chunk, then its bytes in parts, each as soon as the rate limit allows it."""
+        """Send the length of a chunk, and its bytes in parts, each as soon as the rate limit allows it."""
         if not self._is_background:
             mark_background(self._channel.socket)
             self._is_background = True
