@@ -162,7 +162,11 @@ class WeightsReceiver:
         self._disconnect()
 
     def _report(self) -> dict[str, Any] | None:
-        """Send a report to the service, and return its answer; None: the service cannot be reached now."""
+        """Send a report to the service, and return its answer; None: the service cannot be reached now.
+
+        Raises:
+            Refused: The service rejects this host.
+        """
         try:
             if self._channel is None:
                 self._channel = self._call_service()
@@ -178,8 +182,6 @@ class WeightsReceiver:
             reply = stream.ask(request)
             self._last_token = str(reply.get("token"))
             return reply
-        except Refused:
-            raise
         except OSError as error:
             if self._channel is not None:
                 self._on_event({"event": "lost", "reason": why(error)})

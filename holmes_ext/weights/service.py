@@ -135,8 +135,9 @@ class WeightsService:
         updated_at = 0.0
         while not self._ended.wait(_LOOK_S):
             with contextlib.suppress(OSError):  # _update() prints the error
-                before, stamp = stamp, self._store.stamp()
-                is_changed = stamp != before or self._has_news
+                stamp_before = stamp
+                stamp = self._store.stamp()
+                is_changed = stamp != stamp_before or self._has_news
                 if not is_changed and time.monotonic() - updated_at < _WHOLE_LOOK_S:
                     continue
             updated_at = time.monotonic()

@@ -139,29 +139,33 @@ class Sites:
         """
         host = self._hosts[host_id]
         missing = tuple(version for version in versions if version not in host.staged)
-        predecessor_address = ""  # of the service, if no host of the site connected earlier
-        is_earlier = True  # whether `other` connected before this host
-        for other_id, other in self._hosts.items():
-            if other_id == host_id:
-                is_earlier = False
-                continue
-            if other.site != host.site or not self._is_reachable(host, other):
-                continue
+        host_ids = list(self._hosts)
+        position = host_ids.index(host_id)
+        earlier = self._possible_sources(host, host_ids[:position])
+        later = self._possible_sources(host, host_ids[position + 1 :])
+        for other in earlier:
             if missing and missing[0] in other.staged:
-                if is_earlier:
-                    return Source(other.report.address, missing)
-                # The other host may itself wait for this host with versions that it has not staged.
+                return Source(other.report.address, missing)
+        for other in later:
+            if missing and missing[0] in other.staged:
+                # The later host may itself wait for this host with versions that it has not staged.
                 return Source(other.report.address, _leading_staged(missing, other.staged))
-            if is_earlier:
-                predecessor_address = other.report.address
         # A host that has not staged a version is a source of it only for hosts that connected later. So no
         # two hosts wait for each other.
+        predecessor_address = earlier[-1].report.address if earlier else ""
         return Source(predecessor_address, missing)
 
     def _is_reachable(self, host: SiteHost, other: SiteHost) -> bool:
         """Return whether `other` has an address, and `host` did not report it as unreachable."""
         address = other.report.address
         return bool(address) and address not in host.report.unreachable
+
+    def _possible_sources(self, host: SiteHost, host_ids: Iterable[str]) -> list[SiteHost]:
+        """Return those of some hosts that are of the same site as `host`, and that it can reach."""
+        others = [self._hosts[host_id] for host_id in host_ids]
+        return [
+            other for other in others if other.site == host.site and self._is_reachable(host, other)
+        ]
 
     def may_commit(self, version: int, current: int | None) -> bool:
         """Return whether all sites can switch to a version: all hosts that are up to date have staged it.
