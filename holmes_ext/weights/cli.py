@@ -26,7 +26,7 @@ from holmes_ext.runtime.sockets import address_text, listen, split_address
 from holmes_ext.units import format_bytes
 from holmes_ext.weights.origin import check_origin, fetch_origin
 from holmes_ext.weights.publishing import KEEP, publish_folder, store_of_run
-from holmes_ext.weights.rate import checked_rate
+from holmes_ext.weights.rate import parse_rate_limit
 from holmes_ext.weights.receiver import ReceiverSettings, WeightsReceiver
 from holmes_ext.weights.show import progress_bar, show_status
 from holmes_ext.weights.store import VersionStore
@@ -246,7 +246,7 @@ def _receive(args: argparse.Namespace) -> int:
     settings = ReceiverSettings(
         streams=args.streams,
         keep=args.keep,
-        bits_per_second=checked_rate(args.rate, "--rate") if args.rate else 0.0,
+        bits_per_second=parse_rate_limit(args.rate, "--rate") if args.rate else 0.0,
         address=args.address,
         is_once=args.once,
     )

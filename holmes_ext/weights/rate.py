@@ -91,7 +91,7 @@ class RateLimit:
             return self._is_paused
 
 
-def checked_rate(text: str, where: str) -> int:
+def parse_rate_limit(text: str, where: str) -> int:
     """Parse a rate limit for weights, and return it in bits/s.
 
     Args:

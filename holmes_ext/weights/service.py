@@ -37,7 +37,7 @@ from holmes_ext.weights.manifest import VersionManifest
 from holmes_ext.weights.monitor import Monitor, monitored
 from holmes_ext.weights.origin import origin_of
 from holmes_ext.weights.publishing import store_of_run
-from holmes_ext.weights.rate import RateLimit, checked_rate
+from holmes_ext.weights.rate import RateLimit, parse_rate_limit
 from holmes_ext.weights.sites import HostReport, Sites
 from holmes_ext.weights.store import MissingVersion, VersionStore
 from holmes_ext.words import tell_user, why
@@ -75,7 +75,7 @@ def serve_weights(server: CoordinatorServer) -> Iterator[None]:
         HolmesError: The store, or an environment variable, cannot be used.
     """
     rate_text = os.environ.get(RATE_VARIABLE)
-    bits_per_second = checked_rate(rate_text, RATE_VARIABLE) if rate_text else 0.0
+    bits_per_second = parse_rate_limit(rate_text, RATE_VARIABLE) if rate_text else 0.0
     limit = RateLimit(bits_per_second, lambda: server.is_exchanging)
     store = store_of_run(os.environ, server.port)
     service = WeightsService(store, limit)
@@ -93,7 +93,7 @@ def serve_weights(server: CoordinatorServer) -> Iterator[None]:
 
 
 class WeightsService:
-    """Sends versions of the weights to hosts of all sites, and tells them which version to use.
+    """Sends versions of the weights to the hosts of all sites, and decides which version they use.
 
     Args:
         store: Folder of the versions, to which `holmes weights publish` adds.

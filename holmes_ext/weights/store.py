@@ -141,7 +141,7 @@ class VersionStore:
         return newest_first[::-1]
 
     def _parent_of(self, version: int) -> int | None:
-        """Return the version to which a complete version is a delta; None: it is a full version."""
+        """Return the parent of a complete version, to which it is a delta; None: it is a full version."""
         try:
             self.folder(version).stat()
             state = self._manifest_file(version).stat()
