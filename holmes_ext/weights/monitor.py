@@ -96,7 +96,7 @@ class Monitor:
                 self._samples[address] = samples
 
     def status(self) -> dict[str, Any]:
-        """Return all versions and hosts with rates and lags: the output of `holmes weights status --json`."""
+        """Return the published versions, and rate and lag of each host, for `holmes weights status`."""
         status = self._status()
         for host in status["hosts"]:
             host["bits_per_second"] = round(self._bits_per_second(str(host["address"])))

@@ -134,7 +134,7 @@ class WeightsReceiver:
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Keep the folder up to date until close() is called.
+        """Receive all versions of the weights that are published, until close() is called.
 
         With the setting `is_once`, return as soon as the folder has the committed version.
 
@@ -162,7 +162,7 @@ class WeightsReceiver:
         self._disconnect()
 
     def _report(self) -> dict[str, Any] | None:
-        """Send a report to the service, and return its answer; None: the service cannot be reached now.
+        """Report the state of this host to the service, and return its answer; None: it is not reached now.
 
         Raises:
             Refused: The service rejects this host.
@@ -207,7 +207,7 @@ class WeightsReceiver:
         )
 
     def _follow_instructions(self, reply: dict[str, Any]) -> bool:
-        """Commit a version, and begin to pull versions, as the answer of the service demands.
+        """Carry out an answer of the service: commit a version, and start to pull missing versions.
 
         Args:
             reply: Answer of the service to a report; see service.py.
@@ -228,7 +228,7 @@ class WeightsReceiver:
         return bool(versions) and has_all and self._store.current == commit
 
     def _switch_to(self, version: object) -> None:
-        """Make a version the one in use, if it is complete with all versions to which it is a delta.
+        """Make a version the one in use at this host, if the folder has all files that it needs.
 
         Args:
             version: Number of the version; any other object is ignored.
@@ -476,7 +476,7 @@ class WeightsReceiver:
         return self._service.call(self._introduction(), deadline)
 
     def _introduction(self) -> dict[str, Any]:
-        """Return the message with which this host introduces itself in the handshake of each connection.
+        """Return the message that identifies this host in the handshake of each connection that it opens.
 
         Its keys are those of joined jobs. The "job" is the name of the site.
         """

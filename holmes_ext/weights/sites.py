@@ -126,7 +126,7 @@ class Sites:
 
         In this order of preference:
 
-            1. a host of the same site that has staged the oldest missing version
+            1. a host of the same site that has all files of the oldest missing version
             2. the host of the same site that connected last before this host: it is receiving the versions
             3. the service, over the WAN
 
@@ -168,7 +168,7 @@ class Sites:
         ]
 
     def may_commit(self, version: int, current: int | None) -> bool:
-        """Return whether all sites can switch to a version: all hosts that are up to date have staged it.
+        """Return whether all sites can switch to a version: all hosts that are up to date have all its files.
 
         Hosts that use the current version are up to date. A host that uses another version, or none, has
         fallen behind or is new: it does not delay the switch.
@@ -209,5 +209,5 @@ def _site_and_name(host: SiteHost) -> tuple[str, str]:
 
 
 def _leading_staged(missing: tuple[int, ...], staged: frozenset[int]) -> tuple[int, ...]:
-    """Return the missing versions before the first missing version that is not staged."""
+    """Return the missing versions before the first of them that is not in `staged`."""
     return tuple(itertools.takewhile(lambda version: version in staged, missing))
