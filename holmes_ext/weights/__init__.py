@@ -19,7 +19,7 @@ Terms of this package:
     host       process of `holmes weights receive`; a machine usually runs one
     source     process from which a host pulls versions: the service, or another host of the same site.
                Its address is HOST:PORT; the address "" stands for the service
-    stream     connection to a source, over which chunks are pulled
+    stream     connection to a source, for pulling chunks
 
     arriving   some chunks of the version are still missing on a host (class StagedVersion)
     staged     the version is complete on a host, but need not be in use
@@ -27,7 +27,7 @@ Terms of this package:
                have staged it
     committed  all sites use this version; also called the current version (link DIR/current)
     required   versions that each host should have: chains of the newest, wanted and current version
-    origin     random identity of the publisher's store, by which a host recognizes another run
+    origin     random identity of the publisher's store; a host recognizes another run by it
     lag        seconds since the publication of the oldest newer version that a host has not staged
 
 This module registers the command and the service with holmes, and contains the functions for Python programs.
@@ -69,7 +69,7 @@ def publish(
     commits: bool = True,
     port: int = 29600,
 ) -> None:
-    """Publish a folder as a new version of the weights, which is then sent to all sites.
+    """Publish a folder as a new version of the weights: it is sent to all sites.
 
     Call it on the host of `holmes join serve`, the process that sends versions to the sites. The folder is
     copied, so it may be removed afterwards.
@@ -91,7 +91,7 @@ def publish(
 
 
 def current_folders(directory: str | Path) -> list[Path]:
-    """Return the folders of the weights that this host should use now, which are the committed version.
+    """Return the folders of the weights that this host should use now: those of the committed version.
 
     Args:
         directory: DIR of `holmes weights receive DIR`.
@@ -132,7 +132,7 @@ def wait_for_version(directory: str | Path, version: int, timeout_s: float = 180
         The folder of a full version, then those of the deltas to apply to it.
 
     Raises:
-        HolmesError: The version, or a version to which it is a delta, has not arrived in time.
+        HolmesError: The version, or a version of its chain, has not arrived in time.
     """
     store = _store_in(directory)
     missing_version = _missing_version()

@@ -1,4 +1,4 @@
-"""Command `holmes weights`, which sends versions of a model's weights to other sites (data centres).
+"""Command `holmes weights`: send versions of a model's weights to other sites (data centres).
 
 publish    adds a version to those that `holmes join serve` sends
 commit     switches all sites to a version
@@ -44,13 +44,13 @@ _EPILOG = """\
 
 At the sites, DIR/current is the committed version, DIR/NUMBER each staged one.
 """
-#: Most connections over which a version is pulled.
+#: Largest value of --streams: number of connections for pulling a version.
 _MOST_STREAMS = 32
 #: Largest value of --keep: number of the newest versions that are not removed.
 _MOST_KEPT = 1000
 #: Number of TCP ports.
 _PORTS = 65536
-#: Seconds for which `holmes weights receive` tries to reach `holmes join serve` to get its certificate.
+#: Longest time in seconds until `holmes weights receive` has a certificate from `holmes join serve`.
 _CERTIFICATE_S = 60.0
 
 
@@ -281,7 +281,7 @@ def _join_service(args: argparse.Namespace) -> JoinPlace:
     try:
         address = parse_address(args.join)
     except HolmesError as error:
-        # Only the first occurrence is the option: later ones may be in the user's text, which is quoted.
+        # Only the first occurrence is the option: later ones may be in the quoted text of the user.
         raise HolmesError(str(error).replace("--holmes-join", "--join", 1)) from None
     deadline = Deadline(_CERTIFICATE_S, "the certificate")
     try:
@@ -353,7 +353,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _status_credentials(host: str, port: int) -> Credentials:
-    """Return credentials with which the `holmes join serve` on HOST:PORT accepts a request for its status.
+    """Return credentials for reading the status of the `holmes join serve` on HOST:PORT.
 
     They are those of `holmes join serve` itself if it runs on this host, or else those of a site that has a
     certificate on this host.

@@ -38,11 +38,11 @@ from holmes_ext.weights.store import ChunkReader, MissingVersion, VersionStore
 PURPOSE = "weights"
 #: Seconds for a part of a chunk (FRAME_BYTES), and for an answer.
 PART_S = 20.0
-#: Seconds for which a stream stays open without a request.
+#: Longest time in seconds between two requests on a stream. Then the sender closes the stream.
 IDLE_S = 1800.0
 #: Seconds between two messages {"later": true} of a sender that itself waits for the version.
 _LATER_S = 4.0
-#: Number of these messages after which the request fails, if nothing of the version reaches the sender.
+#: Most such messages until the request fails, if nothing of the version reaches the sender.
 _MOST_LATER = 3
 #: Least and most bytes that a stream requests ahead: they are requested, and not received yet.
 _LEAST_AHEAD = 2**19
@@ -51,7 +51,7 @@ _MOST_AHEAD = 32 * 2**20
 _ROUND_TRIPS_AHEAD = 3
 #: Seconds that are added to a round trip, because both ends need time for a request.
 _SLACK_S = 0.02
-#: Least seconds over which the rate of a stream is measured.
+#: Least duration of a measurement of a stream's rate, in seconds.
 _RATE_S = 0.1
 #: Field tcpi_min_rtt of struct tcp_info (linux/tcp.h), in microseconds: its format, and its offset in bytes.
 _MIN_RTT = struct.Struct("=I")
@@ -63,7 +63,7 @@ _LONGEST_ANSWER = 64 * 2**20
 
 
 class SendingStream:
-    """Sender's end of a connection over which another host pulls versions of the weights.
+    """Sender's end of a connection: sends versions of the weights to another host that requests them.
 
     Args:
         channel: Connection to the receiver.
@@ -182,7 +182,7 @@ class SendingStream:
 
 
 class ReceivingStream:
-    """Receiver's end of a connection over which this host pulls versions of the weights.
+    """Receiver's end of a connection: requests and receives versions of the weights.
 
     It measures the rate of the connection, to decide how many bytes are requested ahead.
 

@@ -23,9 +23,10 @@ from holmes_ext.weights.staging import StagedVersion
 from holmes_ext.weights.streams import StreamPool
 from holmes_ext.words import why
 
-#: Seconds without a byte, on any stream, after which a fetch fails if a stream breaks.
+#: A fetch fails if a stream breaks and no byte has arrived for this number of seconds, on any stream.
 STALL_S = 20.0
-#: Seconds without a byte after which a fetch fails although its streams are open: the source waits, too.
+#: A fetch also fails, with open streams, if no byte has arrived for this number of seconds: the source itself
+#: waits for the version.
 _QUIET_S = 30.0
 #: Most chunks that a stream has requested and not received.
 _MOST_REQUESTED = 256
@@ -71,7 +72,7 @@ class VersionFetch:
         streams: Number of streams.
         on_bytes: Called with the version and the number of bytes of each part that arrives, by one thread
             at a time.
-        stall_s: Seconds without a byte after which a broken stream is not opened again.
+        stall_s: A broken stream is not opened again if no byte has arrived for this number of seconds.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class VersionChunk(NamedTuple):
-    """Part of a file, at most a few MiB: the unit in which versions of the weights are sent and checked."""
+    """Part of a file, at most 8 MiB: the unit for sending and checking versions of the weights."""
 
     file: int  # index in the manifest's files
     offset: int  # in the file, in bytes
@@ -130,7 +130,7 @@ class VersionManifest:
 
     @cached_property
     def digest(self) -> str:
-        """Return the SHA-256 of the manifest, which identifies the version's content."""
+        """Return the SHA-256 of the manifest: it identifies the content of the version."""
         return hashlib.sha256(self.text().encode()).hexdigest()
 
     def document(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class VersionManifest:
 
         Args:
             document: The manifest as document() returns it.
-            source: Name of the sender or file, with which error messages begin.
+            source: Name of the sender or file, for error messages.
 
         Raises:
             HolmesError: The document is no valid manifest.
@@ -171,7 +171,7 @@ def check_parent(version: int, parent: int) -> None:
 def chunk_bytes_of(size: int) -> int:
     """Return the size of a chunk, in bytes, for a version of `size` bytes in all.
 
-    It is the least power of two with which the version has at most 512 chunks, but not below
+    It is the least power of two that makes at most 512 chunks of the version, but not below
     LEAST_CHUNK_BYTES and not above MOST_CHUNK_BYTES.
     """
     chunk_bytes = LEAST_CHUNK_BYTES

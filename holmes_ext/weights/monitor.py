@@ -1,6 +1,6 @@
 """Rate and lag of each host that receives weights, for `holmes weights status` and Prometheus.
 
-The lag is the time for which a version has been published that the host does not have completely.
+The lag is the time since the publication of the oldest newer version that the host does not have completely.
 `holmes join serve` exports metrics if the variable HOLMES_WEIGHTS_METRICS is set:
 
     PORT        http://127.0.0.1:PORT/metrics, for a Prometheus server or agent on this host
@@ -27,7 +27,7 @@ from holmes_ext.units import metrics_problem
 METRICS_VARIABLE = "HOLMES_WEIGHTS_METRICS"
 #: Seconds between two samples of the received bytes of all hosts.
 _SAMPLE_S = 1.0
-#: Number of samples from which the rate of a host is computed.
+#: Number of samples for computing the rate of a host.
 _SAMPLES = 3
 
 _HOST = ("site", "host")
@@ -56,7 +56,7 @@ class ReceivedSample(NamedTuple):
 
 
 class Monitor:
-    """Computes at which rate each host receives weights, and how far it lags behind the published versions.
+    """Computes the rate and the lag of each host that receives published versions of the weights.
 
     The rate comes from samples of the bytes that a host has received. The lag is 0 if the host has the newest
     version. Otherwise it is the time since the publication of the oldest version that is newer than the
@@ -64,9 +64,9 @@ class Monitor:
 
     Args:
         status: Returns the status of the service (WeightsService.status), without rates and lags.
-        published_at: Returns the time at which a version was published, in seconds since 1970. None: the
-            version was removed from the publisher's store.
-        origin: Random identity of the folder of published versions, which becomes a part of the status.
+        published_at: Returns the publication time of a version, in seconds since 1970. None: the version was
+            removed from the publisher's store.
+        origin: Random identity of the folder of published versions, for the status.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ versions 1 to 5 of this run. To tell runs apart, the store (folder) from which a
 has a random identity, its origin:
 
     in the publisher's store    DIR/.holmes/origin has this identity; it is made when the service starts first
-    at a receiving host         DIR/.holmes/origin has the identity of the store from which the versions come
+    at a receiving host         DIR/.holmes/origin has the identity of the store that its versions come from
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RETRY_S = 0.5
 
 
 def origin_of(store: VersionStore) -> str:
-    """Return the random identity of the store from which a run publishes versions of the weights.
+    """Return the random identity of a store, the folder with the published versions of a training run.
 
     If the store has no identity yet, one is created and written to the file DIR/.holmes/origin.
 
@@ -50,7 +50,7 @@ def check_origin(store: VersionStore, origin: str) -> None:
 
     Args:
         store: Folder of the receiving host.
-        origin: Identity of the publisher's store from which the host will receive versions.
+        origin: Identity of the publisher's store of this run.
 
     Raises:
         HolmesError: The folder has versions of another run, or cannot be written to.

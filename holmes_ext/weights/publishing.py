@@ -1,7 +1,7 @@
 """Publishes a folder as a version of the weights: copies it into the store of `holmes join serve`.
 
-The store is the folder from which `holmes join serve` sends versions to the sites. The published folder is
-read once, and its chunks are hashed while they are copied. So the manifest describes exactly the bytes that
+`holmes join serve` sends the versions in its store, a folder, to the sites. The published folder is read
+once, and its chunks are hashed while they are copied. So the manifest describes exactly the bytes that
 receivers get. A folder that changes during the copy is refused. After an error, the store is as before.
 """
 
@@ -72,7 +72,7 @@ def publish_folder(
 
     Args:
         folder: The folder. Nothing may change it during this call.
-        store: Store from which `holmes join serve` sends versions.
+        store: Store of `holmes join serve`.
         version: Number of the version, greater than those of all versions before.
         parent: Version to which the folder is a delta; None: it is a full version.
         commits: Whether all sites switch to the version as soon as their hosts have received it. False: they

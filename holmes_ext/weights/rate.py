@@ -35,8 +35,8 @@ class RateLimit:
     """Rate limit for transfers of weights, shared by all threads of a process. Thread-safe.
 
     A thread calls take() before it sends or receives some bytes. take() waits as long as the limit demands,
-    and also while training exchanges data. These pauses have a budget, so that training which always
-    exchanges data does not stop the weights. At first the budget is PAUSE_S seconds. Each second of a pause
+    and also while training exchanges data. These pauses have a budget, so that the weights are not stopped
+    if training always exchanges data. At first the budget is PAUSE_S seconds. Each second of a pause
     reduces the budget by a second. Each second without a pause adds a second, up to PAUSE_S.
 
     Args:
@@ -52,11 +52,11 @@ class RateLimit:
         self._bytes_per_second = bits_per_second / 8
         self._is_training_sending = is_training_sending
         self._lock = threading.Lock()
-        # Time at which all bytes of earlier calls of take() have been sent, if they are sent at the limit.
+        # Time when all bytes of earlier calls of take() have been sent, if they are sent at the limit.
         self._link_free_at = 0.0
         self._is_paused = False  # since the last call of _must_pause()
         self._pause_checked_at = time.monotonic()  # time of that call
-        self._pause_budget_s = PAUSE_S  # seconds for which sending may still pause
+        self._pause_budget_s = PAUSE_S  # how long sending may still pause, in seconds
 
     def take(self, count: int) -> None:
         """Wait until `count` more bytes may be sent or received."""
@@ -96,7 +96,7 @@ def parse_rate_limit(text: str, where: str) -> int:
 
     Args:
         text: The limit, such as "400Mb/s".
-        where: Name of the option or variable, with which error messages begin.
+        where: Name of the option or variable, for error messages.
 
     Raises:
         HolmesError: The text is no rate, or the rate is below LEAST_BITS_PER_S.

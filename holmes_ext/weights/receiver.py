@@ -8,8 +8,8 @@ versions.
     streams          connections for chunks: opened before they are needed, and kept (streams.py)
     site listener    sends versions to other hosts of the same site (site_listener.py)
 
-Staged versions are complete in the folder; the committed version is in use. A source is the process from
-which this host pulls: a host of the same site with the address HOST:PORT, or the service with the address "".
+Staged versions are complete in the folder; the committed version is in use. This host pulls from a source: a
+host of the same site with the address HOST:PORT, or the service with the address "".
 
 A broken connection is opened again. After an interruption, only the missing chunks of a version are pulled,
 also after a restart of this process or of the service.
@@ -49,9 +49,9 @@ _RETRY_S = 0.5
 _NEWS_S = 2.0
 #: Seconds between two reports while a version is pulled.
 _BUSY_S = 0.5
-#: Seconds without a byte after which another source is used, if connections to a host of the site break.
+#: If connections to a host of the site break and no byte came for so many seconds, another source is used.
 _SITE_STALL_S = 2.0
-#: Transfers in which a host of the site had nothing to send, after which it is no longer used as a source.
+#: If a host of the site has had nothing to send in so many transfers, it is no longer used as a source.
 _MOST_REFUSALS = 3
 #: Most hosts of the same site that a report names as unreachable.
 _MOST_UNREACHABLE = 8
@@ -59,12 +59,12 @@ _MOST_UNREACHABLE = 8
 
 @dataclass(frozen=True)
 class ReceiverSettings:
-    """Options of `holmes weights receive`, which keeps the versions of a model's weights on a host."""
+    """Options of `holmes weights receive`, the process that receives versions of the weights on a host."""
 
-    streams: int = 4  # connections over which a version is pulled
+    streams: int = 4  # number of connections for pulling a version
     keep: int = 3  # number of the newest versions that stay, besides those that are still required
-    bits_per_second: float = 0.0  # limit on the rate at which versions are pulled; 0: none
-    # Address at which other hosts of the site reach this host; "": that of its connection to the service.
+    bits_per_second: float = 0.0  # limit on the rate of pulling over the WAN; 0: no limit
+    # Address of this host for other hosts of the site; "": that of its connection to the service.
     address: str = ""
     is_once: bool = False  # end as soon as this host has the committed version
 
@@ -77,7 +77,7 @@ class VersionTransfer:
     is_over_wan: bool  # from the service; False: from a host of the same site
     missing_bytes: int  # bytes of the version that were missing when the transfer began
     written_bytes: int  # bytes of the version that are written, with those of earlier transfers
-    started: float = field(default_factory=time.monotonic)  # time at which it began
+    started: float = field(default_factory=time.monotonic)  # begin of the transfer
 
     @property
     def manifest(self) -> VersionManifest:
@@ -94,8 +94,8 @@ class WeightsReceiver:
 
     Args:
         store: The folder.
-        service: Address of `holmes join serve`, which sends the versions, and the certificate of this site.
-        listening: Listening socket, to which other hosts of the site connect.
+        service: Address of `holmes join serve`, and the certificate of this site.
+        listening: Listening socket for other hosts of the site.
         settings: Settings of this host.
         on_event: Called with each event, such as that a version is complete. Several threads call it.
     """
@@ -124,7 +124,7 @@ class WeightsReceiver:
         # Token of the service's last answer. The service waits with the next answer until the token changes.
         self._last_token = ""
         self._unreachable: tuple[str, ...] = ()  # HOST:PORT of hosts of the site
-        # HOST:PORT of a host of the site -> number of transfers in which it had nothing to send.
+        # HOST:PORT of a host of the site -> number of transfers that failed because it had nothing to send.
         self._refusals: Counter[str] = Counter()
         self._received = 0  # bytes of chunks since the start
         self._received_wan = 0  # the part of them that came from the service
@@ -190,7 +190,7 @@ class WeightsReceiver:
             return None
 
     def _current_report(self, channel: Channel) -> HostReport:
-        """Return the state of this host for the service, to which `channel` is the connection."""
+        """Return the report on the state of this host; `channel` is the connection to the service."""
         transfer = self.transfer
         host = self._settings.address or channel.socket.getsockname()[0]
         return HostReport(

@@ -11,7 +11,7 @@ chunks of versions (exchange.py). This is the report, and the service's answer:
     token      text that is equal for equal answers; "seen" is the token of the last answer that the host got
     versions   numbers of the versions that the host should have
     commit     number of the version that the host should use
-    source     process from which the host should pull, and the versions to pull: class Source
+    source     where the host should pull, and which versions: class Source
     manifests  of the versions to pull, if the service is the source
 
 The answer comes as soon as its token differs from the one that the host has seen, or after `wait` seconds. So
@@ -93,10 +93,10 @@ def serve_weights(server: CoordinatorServer) -> Iterator[None]:
 
 
 class WeightsService:
-    """Sends versions of the weights to the hosts of all sites, and decides which version they use.
+    """Sends versions of the weights to the hosts of all sites, and decides when they switch to a version.
 
     Args:
-        store: Folder of the versions, to which `holmes weights publish` adds.
+        store: Folder of the versions that `holmes weights publish` has added.
         limit: Limit on the rate of all streams together.
     """
 
@@ -290,17 +290,17 @@ class WeightsService:
     def _manifests_for(self, reply: dict[str, Any]) -> list[dict[str, Any]]:
         """Return manifests of the versions that a host should pull from the service, oldest first.
 
-        With them in the answer, the host need not request them, which saves a round trip. Together they have
+        They are a part of the answer, to save the round trip of a request for them. Together they have
         at most _MOST_CHUNKS_IN_ANSWER chunks; the host requests the other manifests. The caller holds the
         lock.
 
         Args:
-            reply: The answer to the host, with the source from which it should pull.
+            reply: The answer to the host, with the source.
         """
         documents: list[dict[str, Any]] = []
         is_service_source = not reply["source"]["address"]
         if not is_service_source:
-            return documents  # the host requests them from the host of its site from which it pulls
+            return documents  # the host requests them from the source, a host of its site
         chunks_left = _MOST_CHUNKS_IN_ANSWER
         for version in reply["source"]["versions"]:
             try:
@@ -315,9 +315,9 @@ class WeightsService:
         return documents
 
     def published_at(self, version: int) -> float | None:
-        """Return the time at which a version was published, in seconds since 1970; None: it was removed."""
+        """Return the publication time of a version, in seconds since 1970; None: the version was removed."""
         try:
-            # A version appears by the renaming of its folder, which changes st_ctime.
+            # Publishing ends with the renaming of the version's folder, and renaming sets st_ctime.
             return self._store.folder(version).stat().st_ctime
         except OSError:
             return None

@@ -22,10 +22,10 @@ _MOST_CONNECTIONS = 256
 
 
 class SiteListener:
-    """Server on a receiving host from which other hosts of the same site pull versions of the weights.
+    """Server on a receiving host that sends versions of the weights to other hosts of the same site.
 
     Args:
-        listening: Listening socket, to which the other hosts connect.
+        listening: Listening socket for the other hosts.
         site: Name of the site. Hosts of other sites are refused.
         credentials: Certificate of the site, for TLS.
         store: Folder with the complete versions of this host.
@@ -51,7 +51,7 @@ class SiteListener:
 
     @property
     def port(self) -> int:
-        """Return the port to which other hosts connect."""
+        """Return the port of the listening socket."""
         return self._listener.port
 
     def start(self) -> None:
@@ -66,7 +66,7 @@ class SiteListener:
     def _serve(self, guest: Guest) -> None:
         """Send manifests and chunks to another host of the site, until its connection ends.
 
-        Runs in the thread of the connection, which ends with the OSError of a lost connection.
+        Runs in the thread of the connection, and ends with an OSError when the connection is lost.
 
         Args:
             guest: Connection that was accepted, before its handshake.

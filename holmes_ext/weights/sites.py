@@ -21,7 +21,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 
-#: Seconds without a report after which a host is forgotten.
+#: A host is forgotten if it sends no report for this number of seconds.
 SILENCE_S = 30.0
 #: Most versions that a report may name.
 _MOST_VERSIONS = 10_000
@@ -36,10 +36,10 @@ class HostReport:
     """Report of a receiving host to the service: versions, address, and progress of a transfer."""
 
     host: str  # name of the host, for the user
-    address: str  # HOST:PORT at which other hosts of the site pull from it; "": none
+    address: str  # HOST:PORT for other hosts of the site that pull from it; "": none
     staged: tuple[int, ...]  # complete versions, whether they are in use or not
     current: int | None  # version that the host uses; None: it uses none yet
-    unreachable: tuple[str, ...] = ()  # addresses of other hosts from which it could not pull
+    unreachable: tuple[str, ...] = ()  # addresses of other hosts that it could not pull from
     received: int = 0  # bytes of chunks that it has received since its start
     received_wan: int = 0  # the part of them that came over the WAN, from the service
     version: int | None = None  # version that the host receives now; None: it receives none
@@ -56,7 +56,7 @@ class HostReport:
 
 @dataclass(frozen=True)
 class Source:
-    """Process from which a receiving host should pull, and the versions to pull from it."""
+    """Instruction for a receiving host: the process to pull from, and the versions to pull."""
 
     address: str  # HOST:PORT of a host of the same site; "": the service, over the WAN
     versions: tuple[int, ...] = ()  # oldest first; none if the host has all versions
@@ -76,14 +76,14 @@ class SiteHost:
 
 
 class Sites:
-    """Table of the receiving hosts of all sites, from which the service decides what each host should do.
+    """Table of the receiving hosts of all sites, for deciding what each of them should do.
 
     report(), gone() and forget_silent() keep the table up to date. source() decides from where a host pulls,
     and may_commit() whether all sites can switch to a version. Not thread-safe.
     """
 
     def __init__(self) -> None:
-        # Random id of a host's process -> the host, in the order in which the hosts connected first.
+        # Random id of a host's process -> the host. The host that connected first is the first.
         self._hosts: dict[str, SiteHost] = {}
 
     def report(self, host_id: str, site: str, report: HostReport, now: float) -> bool:
@@ -122,7 +122,7 @@ class Sites:
                 del self._hosts[host_id]
 
     def source(self, host_id: str, versions: Iterable[int]) -> Source:
-        """Return the process from which a host should pull, and the versions to pull from it.
+        """Choose the process that a host should pull from, and the versions to pull.
 
         In this order of preference:
 
@@ -174,7 +174,7 @@ class Sites:
         fallen behind or is new: it does not delay the switch.
 
         Args:
-            version: The next version, to which all sites should switch.
+            version: The next version.
             current: The version that is committed now. None: no version is committed yet; then all hosts
                 must have staged the next one.
         """

@@ -1,7 +1,7 @@
 """Folder that holds the versions of a model's weights, at the publisher and at each receiving host.
 
     DIR/12/                         version 12, complete and checked
-    DIR/current                     link to the version in use, which is called committed
+    DIR/current                     link to the version in use (the committed version)
     DIR/.holmes/manifests/12.json   manifest of version 12
     DIR/.holmes/staging/13/         version 13 while it arrives: manifest.json, files/, done
     DIR/.holmes/removed/            versions that are being removed, or copied by the publisher
@@ -97,7 +97,7 @@ class VersionStore:
             os.close(descriptor)
 
     def folder(self, version: int) -> Path:
-        """Return the path of the folder of a version, which need not exist."""
+        """Return the path of the folder of a version; the folder need not exist."""
         return self.path / str(version)
 
     def has(self, version: int) -> bool:
@@ -126,7 +126,7 @@ class VersionStore:
         return load_json(file, _DAMAGED).into(VersionManifest)
 
     def chain(self, version: int) -> list[int]:
-        """Return the versions from which a version is built: a full version, then the deltas to apply to it.
+        """Return the versions that make up a version: a full version, then the deltas to apply to it.
 
         If 12 is a delta to 11, and 11 is a delta to the full version 10, the chain of 12 is [10, 11, 12].
 
@@ -141,7 +141,7 @@ class VersionStore:
         return newest_first[::-1]
 
     def _parent_of(self, version: int) -> int | None:
-        """Return the parent of a complete version, to which it is a delta; None: it is a full version."""
+        """Return the parent of a complete version that is a delta; None: it is a full version."""
         try:
             self.folder(version).stat()
             state = self._manifest_file(version).stat()
@@ -154,7 +154,7 @@ class VersionStore:
 
     @property
     def current(self) -> int | None:
-        """Return the version in use, to which PATH/current links; None: no version is committed yet."""
+        """Return the version in use, the target of the link PATH/current; None: there is none yet."""
         try:
             target = os.readlink(self.path / _CURRENT)
         except OSError:
@@ -182,7 +182,7 @@ class VersionStore:
 
     @property
     def wanted(self) -> int | None:
-        """Return the version to which the publisher wants all sites to switch; None: there is none.
+        """Return the version that the publisher wants all sites to use; None: there is none.
 
         After they have switched, `wanted` and `current` are equal.
         """
@@ -203,7 +203,7 @@ class VersionStore:
             manifest: Manifest of the version.
 
         Returns:
-            The version, of which an earlier transfer may have written some chunks.
+            The version, perhaps with chunks of an earlier transfer.
 
         Raises:
             HolmesError: The version is complete already.
@@ -223,7 +223,7 @@ class VersionStore:
         return tuple(os.stat(path).st_mtime_ns for path in (self.path, self._private))
 
     def new_partial_folder(self, version: int) -> Path:
-        """Create and return an empty folder into which the publisher copies the files of a new version."""
+        """Create and return an empty folder for the files of a new version that the publisher copies."""
         folder = self._private / "removed" / f"{version}-{secrets.token_hex(8)}"
         folder.mkdir()  # if this process is killed, the next use of adding() removes the folder
         return folder
@@ -250,7 +250,7 @@ class VersionStore:
         """Remove old versions and their staging folders.
 
         The newest `keep` versions stay, and the protected, current and wanted ones. If such a version is a
-        delta, the versions to which it must be applied stay, too.
+        delta, the other versions of its chain stay, too.
 
         Args:
             keep: Number of the newest versions that stay.
