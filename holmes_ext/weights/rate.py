@@ -25,7 +25,7 @@ LEAST_BITS_PER_S = 8_000_000
 #: Seconds of traffic that may pass at once after a pause.
 _BURST_S = 0.05
 #: Seconds between two checks whether training still exchanges data.
-_POLL_S = 0.005
+_LOOK_S = 0.005
 #: DSCP CS1 in the byte of the IP header (RFC 4594), and the priority TC_PRIO_BULK of the host's queues.
 _CS1 = 0x20
 _BULK = 2
@@ -61,7 +61,7 @@ class RateLimit:
     def take(self, count: int) -> None:
         """Wait until `count` more bytes may be sent or received."""
         while self._must_pause():
-            time.sleep(_POLL_S)
+            time.sleep(_LOOK_S)
         if not self._bytes_per_second:
             return
         with self._lock:
@@ -110,7 +110,7 @@ def parse_rate_limit(text: str, where: str) -> int:
 
 
 def mark_background(connection: socket.socket) -> None:
-    """Give the packets of a connection a low priority (DSCP CS1), as far as the system allows it."""
+    """Mark the packets of a connection as less urgent than all others, as far as the system allows it."""
     with contextlib.suppress(OSError):
         if connection.family == socket.AF_INET6:
             connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _CS1)
