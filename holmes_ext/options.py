@@ -29,7 +29,6 @@ STOP = ",stop"
 _MOST_SECONDS = 1e6
 _LEAST_MEGABYTES = 0.001
 _MOST_MEGABYTES = 10_000
-_PORTS = 2**16
 _MOST_PROFILE_STEPS = 100_000
 
 
@@ -193,7 +192,6 @@ class Options:
         link_timeout_s = units.parse_decimal(self.link_timeout)
         bucket_megabytes = units.parse_decimal(self.bucket or "1")
         is_count = self.inflight[:4].isdecimal()
-        is_file = self.metrics.endswith(".prom")
         names = ", ".join(PARTITIONS)
         self._require(
             self.partition in PARTITIONS or bool(self.stage_layers),
@@ -222,11 +220,8 @@ class Options:
             "watchdog",
             "is neither off nor K or K,SECONDS with K of 1.5 or more and SECONDS of 1 or more",
         )
-        self._require(
-            not self.metrics or is_file or 0 < self.metrics_address.port < _PORTS,
-            "metrics",
-            "is neither PORT nor HOST:PORT (1 to 65535) nor FILE.prom",
-        )
+        metrics_problem = units.metrics_problem(self.metrics) if self.metrics else ""
+        self._require(not metrics_problem, "metrics", metrics_problem)
         self._require(
             not self.profile or 0 < self.profile_steps < _MOST_PROFILE_STEPS,
             "profile",
@@ -245,11 +240,6 @@ class Options:
         None if the watchdog (a thread) is off, or if the text of the option is invalid.
         """
         return units.parse_watchdog_limits(self.watchdog)
-
-    @property
-    def metrics_address(self) -> units.Address:
-        """Address for Prometheus to connect to; the port is 0 if the text has no valid port."""
-        return units.parse_address(self.metrics)
 
     @property
     def profile_steps(self) -> int:

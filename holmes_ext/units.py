@@ -28,6 +28,7 @@ _SCALE = {
 }
 #: Larger numbers in a text are rejected, before their prefix is applied.
 _LARGEST = 1e15
+_PORTS = 2**16  # number of TCP ports
 
 
 _LEAST_WATCHDOG_FACTOR = 1.5
@@ -126,6 +127,17 @@ def parse_address(text: str) -> Address:
     """Return the address in "HOST:PORT", or in "PORT" (host 127.0.0.1); the port is 0 if it is no number."""
     host, _, port = text.rpartition(":")
     return Address(host.strip("[]") or "127.0.0.1", parse_count(port))
+
+
+def metrics_problem(destination: str) -> str:
+    """Return why metrics cannot be exported to a destination, in words that follow it; "" if they can.
+
+    A destination is PORT (of 127.0.0.1), HOST:PORT or FILE.prom.
+    """
+    is_address = 0 < parse_address(destination).port < _PORTS
+    if is_address or destination.endswith(".prom"):
+        return ""
+    return "is neither PORT nor HOST:PORT (1 to 65535) nor FILE.prom"
 
 
 def format_rate(bits_per_second: float, digits: int = 4) -> str:

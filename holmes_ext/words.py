@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -173,3 +174,17 @@ def why(error: Exception) -> str:
 def tell_user(line: str) -> None:
     """Print a line to stderr that begins with "holmes: "."""
     print(f"holmes: {line}", file=sys.stderr, flush=True)
+
+
+def print_line(line: str) -> None:
+    """Print a line to stdout; if stdout is a pipe without a reader, discard this line and all later ones.
+
+    For processes that must continue after their reader has ended. Several threads may call this function.
+    """
+    try:
+        sys.stdout.write(
+            f"{line}\n"
+        )  # in one piece: print() would write the end of the line separately
+        sys.stdout.flush()
+    except OSError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends

@@ -1,4 +1,8 @@
-from holmes_ext.words import counted, did_you_mean, grouped, nearest, some_of, why
+import io
+import os
+import sys
+
+from holmes_ext.words import counted, did_you_mean, grouped, nearest, print_line, some_of, why
 
 
 def test_nearest():
@@ -43,3 +47,18 @@ def test_a_number_with_its_noun():
     assert (
         counted(1, "layer", "are") == "1 layer is" and counted(3, "layer", "are") == "3 layers are"
     )
+
+
+class PipeWithoutReader(io.StringIO):
+    def flush(self):
+        raise BrokenPipeError
+
+
+def test_a_process_goes_on_when_the_reader_of_its_lines_has_ended(monkeypatch, capsys):
+    print_line("read")
+    assert capsys.readouterr().out == "read\n"
+    monkeypatch.setattr(sys, "stdout", PipeWithoutReader())
+    print_line("lost")
+    with sys.stdout:
+        assert sys.stdout.name == os.devnull
+        print_line("lost, too")

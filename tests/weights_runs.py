@@ -79,7 +79,7 @@ def holmes(home: Path, *arguments: object) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(command, status, out.getvalue(), err.getvalue())
 
 
-def until(condition, seconds: float = 60.0):
+def until(condition, seconds: float = 120.0):
     """Wait until a condition holds, and return its value."""
     end = time.monotonic() + seconds
     while not (value := condition()):

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 def save_delta(folder, tensors, parent):
     """Write a delta: the numbers of `tensors` that differ from those of `parent`, with their positions.
 
+    Bits are compared, because 0.0 and -0.0 are equal as numbers.
+
     Args:
         folder: Folder of the delta, in which the file delta.safetensors is written.
         tensors: Name -> tensor, of the new version.
@@ -20,11 +22,17 @@ def save_delta(folder, tensors, parent):
     """
     delta = {}
     for name, tensor in tensors.items():
-        positions = (tensor.view(-1) != parent[name].view(-1)).nonzero().view(-1)
+        positions = (_bits(tensor) != _bits(parent[name])).nonzero().view(-1)
         if len(positions):
             delta[f"{name}:positions"] = positions.int()
             delta[f"{name}:values"] = tensor.view(-1)[positions]
     save_file(delta, Path(folder) / "delta.safetensors")
+
+
+def _bits(tensor):
+    """Return the bits of each number of a tensor as an integer, in one dimension."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(-1).view(integers[tensor.element_size()])
 
 
 def apply_delta(folder, tensors):
@@ -72,5 +80,5 @@ def digest(tensors):
     total = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         total.update(name.encode())
-        total.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()[:16]

@@ -6,14 +6,13 @@ of the job. So only rank 0 needs the invitation and a place to keep the certific
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from holmes_ext.document import Table
-from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import JoinAddress, JoinPlace, port_range
+from holmes_ext.join.coordinator.client import repeat_until_reached
 from holmes_ext.join.early_contact import EarlyContact, RunSettings, settings_of_run
 from holmes_ext.join.identity.job_certificate import JobCertificate, obtain_certificate
 from holmes_ext.join.settings import OuterSettings, merge_settings, parse_outer
@@ -21,12 +20,7 @@ from holmes_ext.join.shards.job_ranks import JobRanks
 from holmes_ext.join.sockets.handshake import Credentials
 from holmes_ext.options import Options
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets import address_text
-from holmes_ext.words import why
 
-T = TypeVar("T")
-#: Seconds between two attempts to reach the coordinator.
-_RETRY_S = 0.5
 #: Seconds to wait for the coordinator beyond two timeouts of the job.
 _EXTRA_S = 10.0
 
@@ -75,7 +69,7 @@ def admit(
             credentials = _site_credentials(options)
         else:
             invitation = options.value("join_invitation")
-            certificate = _repeat_until_reached(
+            certificate = repeat_until_reached(
                 lambda: obtain_certificate(address, invitation, environ, deadline),
                 address,
                 deadline,
@@ -84,9 +78,7 @@ def admit(
         place = JoinPlace(address, credentials, ports)
 
         def read_settings() -> RunSettings:
-            return _repeat_until_reached(
-                lambda: settings_of_run(place, deadline), address, deadline
-            )
+            return repeat_until_reached(lambda: settings_of_run(place, deadline), address, deadline)
 
         settings = early.settings(read_settings) if early is not None else read_settings()
         fields = None if certificate is None else asdict(certificate)
@@ -126,27 +118,3 @@ def _settings_of_job(run_settings: dict[str, Any] | None, outer_text: str) -> Ou
         return parse_outer(outer_text)
     source = "settings of `holmes join serve` (install the same holmes_ext)"
     return merge_settings(Table(run_settings, source).into(OuterSettings), outer_text)
-
-
-def _repeat_until_reached(call: Callable[[], T], address: JoinAddress, deadline: Deadline) -> T:
-    """Return the result of a call to the coordinator, repeated until the coordinator is reached.
-
-    Args:
-        call: Contacts the coordinator; raises OSError if it is not reached.
-        address: Address of the coordinator, for the error message.
-        deadline: End of the repetitions.
-
-    Raises:
-        HolmesError: The coordinator was not reached before the deadline, or the call raised this error.
-    """
-    while True:
-        try:
-            return call()
-        except OSError as error:
-            if deadline.left <= _RETRY_S:
-                where = address_text(address.host, address.port)
-                raise HolmesError(
-                    f"no coordinator answers at {where} ({why(error)}); is `holmes join serve` running"
-                    " there?"
-                ) from None
-        time.sleep(_RETRY_S)

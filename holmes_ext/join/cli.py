@@ -31,7 +31,7 @@ from holmes_ext.join.sockets.handshake import Credentials, printable
 from holmes_ext.options import from_environment
 from holmes_ext.runtime.sockets import address_text, split_address
 from holmes_ext.units import format_rate
-from holmes_ext.words import counted, why
+from holmes_ext.words import counted, print_line, why
 
 _EPILOG = """\
   holmes join serve --outer every=64   on a host that all clusters reach
@@ -406,10 +406,7 @@ def _status_credentials(args: argparse.Namespace, host: str, port: int) -> Crede
 
 def _log(line: str) -> None:
     """Print a line of the coordinator's log, with the time of day."""
-    try:
-        print(f"{time.strftime('%H:%M:%S')} {printable(line, _LONGEST_LINE)}", flush=True)
-    except OSError:  # the reader of the pipe has gone; the coordinator must go on
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
+    print_line(f"{time.strftime('%H:%M:%S')} {printable(line, _LONGEST_LINE)}")
 
 
 def _status(args: argparse.Namespace) -> int:

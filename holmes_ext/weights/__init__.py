@@ -1,8 +1,9 @@
-"""Weights to other sites: each version of the weights goes to each site once, complete or not at all.
+"""Sends the weights of a model to other data centres while the model is trained, for example to generators.
 
-A trainer publishes folders as numbered versions. They go from the host of `holmes join serve` to one host
-of each site, which passes them on to the other hosts of the site. Identities, certificates and TLS are
-those of joined jobs.
+A trainer publishes folders as numbered versions. A version goes once from the host of `holmes join serve` to
+each site: one host of the site receives it over the WAN, and sends it on to the other hosts of the site. A
+version can be read at a site only when all of its files are there. Identities, certificates and TLS are
+those of joined jobs (holmes_ext/join).
 
 Terms of this package:
 
@@ -18,17 +19,18 @@ Terms of this package:
     host       process of `holmes weights receive`; a machine usually runs one
     source     process from which a host pulls versions: the service, or another host of the same site.
                Its address is HOST:PORT; the address "" stands for the service
-    stream     connection to a source, over which chunks are pulled
+    stream     connection to a source, for pulling chunks
 
     arriving   some chunks of the version are still missing on a host (class StagedVersion)
     staged     the version is complete on a host, but need not be in use
-    wanted     the service commits this version as soon as the hosts have staged it
+    wanted     the publisher wants this version to be committed. The service commits it as soon as the hosts
+               have staged it
     committed  all sites use this version; also called the current version (link DIR/current)
     required   versions that each host should have: chains of the newest, wanted and current version
-    origin     random identity of the publisher's store, by which a host recognizes another run
+    origin     random identity of the publisher's store; a host recognizes another run by it
     lag        seconds since the publication of the oldest newer version that a host has not staged
 
-This module declares the command and the service, and is the Python interface.
+This module registers the command and the service with holmes, and contains the functions for Python programs.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ from holmes_ext import extensions
 from holmes_ext.errors import HolmesError
 from holmes_ext.extensions import Extension
 
-#: Seconds between two looks for a version that has not arrived.
-_LOOK_S = 0.05
+#: Seconds between two checks whether a version has arrived.
+_POLL_S = 0.05
 
 EXTENSION = Extension(
     name="weights",
@@ -67,18 +69,21 @@ def publish(
     commits: bool = True,
     port: int = 29600,
 ) -> None:
-    """Publish a folder as a version of the weights, on the host of `holmes join serve`.
+    """Publish a folder as a new version of the weights: it is sent to all sites.
+
+    Call it on the host of `holmes join serve`, the process that sends versions to the sites. The folder is
+    copied, so it may be removed afterwards.
 
     Args:
-        folder: Folder with the files of the version. Nothing may change it meanwhile.
+        folder: Folder with the files of the version. Nothing may change it during this call.
         version: Number of the version, greater than those of all versions before.
         parent: Version to which the folder is a delta; None: it is a full version.
-        commits: All sites switch to the version as soon as they have staged it. False: only after
-            `holmes weights commit`.
+        commits: Whether all sites switch to the version as soon as their hosts have received it. False: they
+            switch only after `holmes weights commit`.
         port: Port of `holmes join serve`.
 
     Raises:
-        HolmesError: The folder or a number cannot be used, or the folder changes meanwhile.
+        HolmesError: The folder or a number cannot be used, or the folder changes during this call.
     """
     store = extensions.load("holmes_ext.weights.publishing:store_of_run")(os.environ, port)
     publish_folder: Any = extensions.load("holmes_ext.weights.publishing:publish_folder")
@@ -86,14 +91,15 @@ def publish(
 
 
 def current_folders(directory: str | Path) -> list[Path]:
-    """Return the folders of the committed version at a site: a full version, then the deltas to apply to it.
+    """Return the folders of the weights that this host should use now: those of the committed version.
 
     Args:
         directory: DIR of `holmes weights receive DIR`.
 
     Returns:
-        For example [DIR/8, DIR/9] if version 9 is committed, and is a delta to the full version 8. An empty
-        list if no version is committed yet.
+        The folder of a full version, then those of the deltas to apply to it. For example [DIR/8, DIR/9] if
+        version 9 is committed, and is a delta to the full version 8. An empty list if no version is
+        committed yet.
 
     Raises:
         HolmesError: A user has removed one of these folders.
@@ -107,13 +113,15 @@ def current_folders(directory: str | Path) -> list[Path]:
         try:
             return _chain_folders(store, committed)
         except missing_version:
-            # If another version was committed meanwhile, the former one may have been removed: try that one.
+            # The version may have been removed because a newer one was committed: then try the newer one.
             if store.current == committed:
                 raise
 
 
 def wait_for_version(directory: str | Path, version: int, timeout_s: float = 1800.0) -> list[Path]:
-    """Wait until all files of a version are on this host of a site, whether it is committed or not.
+    """Wait until this host has received a version completely, and return the version's folders.
+
+    The version need not be committed.
 
     Args:
         directory: DIR of `holmes weights receive DIR`.
@@ -121,10 +129,10 @@ def wait_for_version(directory: str | Path, version: int, timeout_s: float = 180
         timeout_s: Seconds to wait at most.
 
     Returns:
-        The version's folders: a full version, then the deltas to apply to it.
+        The folder of a full version, then those of the deltas to apply to it.
 
     Raises:
-        HolmesError: The version, or one to which it is a delta, has not arrived in time.
+        HolmesError: The version, or a version of its chain, has not arrived in time.
     """
     store = _store_in(directory)
     missing_version = _missing_version()
@@ -138,7 +146,7 @@ def wait_for_version(directory: str | Path, version: int, timeout_s: float = 180
                     f"{directory}: version {version} has not arrived within {timeout_s:g} s; is `holmes"
                     " weights receive` running there? `holmes weights status` shows what it receives"
                 ) from None
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 # `import holmes_ext` reads this module for EXTENSION. So the modules below are imported when they are needed.
@@ -149,11 +157,11 @@ def _store_in(directory: str | Path) -> Any:
 
 
 def _missing_version() -> type[Exception]:
-    """Return the class of the error that a store raises for a version that it does not have."""
+    """Return the class of exceptions that a VersionStore raises for a version that it does not have."""
     error_class: type[Exception] = extensions.load("holmes_ext.weights.store:MissingVersion")
     return error_class
 
 
 def _chain_folders(store: Any, version: int) -> list[Path]:
-    """Return the folders of the chain of a version, the full version first."""
+    """Return the folder of a full version, then those of the deltas that lead from it to `version`."""
     return [store.folder(number) for number in store.chain(version)]

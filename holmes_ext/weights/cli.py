@@ -1,11 +1,16 @@
-"""`holmes weights publish`, `commit`, `receive` and `status`: versions of the weights for other sites."""
+"""Command `holmes weights`: send versions of a model's weights to other sites (data centres).
+
+publish    adds a version to those that `holmes join serve` sends
+commit     switches all sites to a version
+receive    keeps a folder of a host at a site up to date
+status     shows the versions, and the hosts that receive them
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,19 +18,19 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import PORT, JoinPlace, parse_address
-from holmes_ext.join.coordinator.client import ask_status
+from holmes_ext.join.coordinator.client import ask_status, repeat_until_reached
 from holmes_ext.join.identity.job_certificate import obtain_certificate, status_credentials
 from holmes_ext.join.sockets.handshake import Credentials, printable
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import address_text, listen, split_address
 from holmes_ext.units import format_bytes
-from holmes_ext.weights.origin import ask_origin, check_origin
+from holmes_ext.weights.origin import check_origin, fetch_origin
 from holmes_ext.weights.publishing import KEEP, publish_folder, store_of_run
-from holmes_ext.weights.rate import checked_rate
+from holmes_ext.weights.rate import parse_rate_limit
 from holmes_ext.weights.receiver import ReceiverSettings, WeightsReceiver
 from holmes_ext.weights.show import progress_bar, show_status
 from holmes_ext.weights.store import VersionStore
-from holmes_ext.words import counted, why
+from holmes_ext.words import counted, print_line, why
 
 _ABOUT = "Send versions of the weights to other sites, each to each site once."
 _EPILOG = """\
@@ -39,20 +44,18 @@ _EPILOG = """\
 
 At the sites, DIR/current is the committed version, DIR/NUMBER each staged one.
 """
-#: Most connections over which a version is pulled.
+#: Largest value of --streams: number of connections for pulling a version.
 _MOST_STREAMS = 32
-#: Most versions that stay.
+#: Largest value of --keep: number of the newest versions that are not removed.
 _MOST_KEPT = 1000
 #: Number of TCP ports.
 _PORTS = 65536
-#: Seconds until the invitation must be redeemed.
+#: Longest time in seconds until `holmes weights receive` has a certificate from `holmes join serve`.
 _CERTIFICATE_S = 60.0
-#: Seconds between two attempts to redeem it.
-_RETRY_S = 1.0
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `holmes weights` to the parser of `holmes`."""
+    """Add the command `holmes weights` and its actions to the parser of `holmes`."""
     parser = subparsers.add_parser(
         "weights",
         help="send versions of the weights to other sites",
@@ -113,7 +116,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_receive(actions: Any) -> None:
-    """Add `holmes weights receive`."""
+    """Add the action `receive` and its options to the parser of `holmes weights`."""
     receive = actions.add_parser(
         "receive",
         help="keep a folder up to date with the published versions",
@@ -166,7 +169,7 @@ def _add_receive(actions: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; return its exit status.
+    """Run `holmes weights` with parsed arguments, and return the exit status.
 
     Raises:
         HolmesError: An argument is not valid, or the command fails.
@@ -183,7 +186,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _publish(args: argparse.Namespace) -> int:
     _check_number(args, "keep", least=1, most=_MOST_KEPT)
-    store = _store(args)
+    store = _published_store(args)
     manifest = publish_folder(
         Path(args.folder),
         store,
@@ -200,25 +203,25 @@ def _publish(args: argparse.Namespace) -> int:
 
 
 def _commit(args: argparse.Namespace) -> int:
-    store = _store(args)
+    store = _published_store(args)
     if not store.has(args.version):
-        known = ", ".join(map(str, store.versions())) or "none"
+        published = ", ".join(map(str, store.versions())) or "none"
         raise HolmesError(
-            f"holmes weights commit: version {args.version} is not published; published are: {known}"
+            f"holmes weights commit: version {args.version} is not published; published are: {published}"
         )
     store.want(args.version)
     print(f"holmes: version {args.version} is committed as soon as all sites have staged it")
     return 0
 
 
-def _store(args: argparse.Namespace) -> VersionStore:
-    """Return the store of the `holmes join serve` on this host, to which `publish` and `commit` write."""
+def _published_store(args: argparse.Namespace) -> VersionStore:
+    """Return the folder from which `holmes join serve` on this host sends versions to the sites."""
     _check_number(args, "port", least=0, most=_PORTS - 1)
     return store_of_run(os.environ, args.port)
 
 
 def _check_number(args: argparse.Namespace, name: str, least: int, most: int) -> None:
-    """Raise HolmesError if the value of the option --NAME is not between two limits."""
+    """Raise HolmesError if the value of the option --NAME is below `least` or above `most`."""
     value = getattr(args, name)
     if not least <= value <= most:
         raise HolmesError(
@@ -227,7 +230,12 @@ def _check_number(args: argparse.Namespace, name: str, least: int, most: int) ->
 
 
 def _receive(args: argparse.Namespace) -> int:
-    """Receive versions until the command is interrupted, or with --once until it is up to date.
+    """Run `holmes weights receive`: keep a folder up to date until the command is interrupted.
+
+    With --once, return as soon as the folder has the committed version.
+
+    Returns:
+        Exit status 0.
 
     Raises:
         HolmesError: An argument is not valid, this site is refused, or the disk is full.
@@ -238,15 +246,15 @@ def _receive(args: argparse.Namespace) -> int:
     settings = ReceiverSettings(
         streams=args.streams,
         keep=args.keep,
-        bits_per_second=checked_rate(args.rate, "--rate") if args.rate else 0.0,
+        bits_per_second=parse_rate_limit(args.rate, "--rate") if args.rate else 0.0,
         address=args.address,
         is_once=args.once,
     )
     store = VersionStore(Path(args.folder))
     store.make()
     with store.adding(), suppress(KeyboardInterrupt):
-        place = _place(args)
-        check_origin(store, ask_origin(place))
+        service = _join_service(args)
+        check_origin(store, fetch_origin(service))
         try:
             listening = listen("", args.port)
         except OSError as error:
@@ -254,71 +262,57 @@ def _receive(args: argparse.Namespace) -> int:
                 f"holmes weights receive: port {args.port} cannot be listened on ({why(error)}); give"
                 " another --port"
             ) from None
-        events = _Events(args.json)
-        receiver = WeightsReceiver(store, place, listening, settings, tell=events.tell)
+        on_event = _print_json_event if args.json else _print_event
+        receiver = WeightsReceiver(store, service, listening, settings, on_event)
         with progress_bar(receiver, is_quiet=args.json):
             receiver.run()
     return 0
 
 
-def _place(args: argparse.Namespace) -> JoinPlace:
-    """Return the service's address and the certificate of this site.
+def _join_service(args: argparse.Namespace) -> JoinPlace:
+    """Return the address of `holmes join serve`, and a certificate of this site for connections to it.
 
-    This host has a certificate from an earlier start, or gets one for its invitation. The service may be
-    starting: it is called again for up to _CERTIFICATE_S seconds.
+    The certificate is that of an earlier start on this host, or is issued for the invitation. Tries for up to
+    _CERTIFICATE_S seconds, because `holmes join serve` may be starting.
 
     Raises:
-        HolmesError: The address or the invitation cannot be used, or no service answers.
+        HolmesError: The address or the invitation cannot be used, or nothing answers at the address.
     """
     try:
         address = parse_address(args.join)
     except HolmesError as error:
-        # Only the first one: the user's text, which the message quotes, stays as it is.
+        # Only the first occurrence is the option: later ones may be in the quoted text of the user.
         raise HolmesError(str(error).replace("--holmes-join", "--join", 1)) from None
-    overall = Deadline(_CERTIFICATE_S, "the certificate")
-    while True:
-        try:
-            deadline = overall.part(_CERTIFICATE_S, "the certificate")
-            certificate = obtain_certificate(address, args.invitation, os.environ, deadline)
-            return JoinPlace(address, certificate.credentials())
-        except OSError as error:
-            if overall.left < _RETRY_S:
-                where = address_text(address.host, address.port)
-                raise HolmesError(
-                    f"no service answers at {where} ({why(error)}); is `holmes join serve` running there?"
-                ) from None
-            time.sleep(_RETRY_S)
-        except HolmesError as error:
-            raise _with_options_of_receive(error) from None
+    deadline = Deadline(_CERTIFICATE_S, "the certificate")
+    try:
+        certificate = repeat_until_reached(
+            lambda: obtain_certificate(address, args.invitation, os.environ, deadline),
+            address,
+            deadline,
+        )
+        return JoinPlace(address, certificate.credentials())
+    except HolmesError as error:
+        raise _with_options_of_receive(error) from None
 
 
 def _with_options_of_receive(error: HolmesError) -> HolmesError:
-    """Return an error that names the options of `holmes weights receive` instead of those of a job."""
+    """Return an error that names options of `holmes weights receive` instead of those of a training job."""
     message = str(error).replace("--holmes-join-invitation", "--invitation")
     return HolmesError(message.replace("--holmes-join", "--join"))
 
 
-class _Events:
-    """Prints the events of a receiving host: a line of text, or of JSON, each."""
+def _print_json_event(event: dict[str, Any]) -> None:
+    """Print an event of a receiving host, such as {"event": "committed", "version": 3}, as a line of JSON."""
+    print_line(json.dumps(event))
 
-    def __init__(self, is_json: bool):
-        self._is_json = is_json
 
-    def tell(self, event: dict[str, Any]) -> None:
-        """Print an event, such as {"event": "committed", "version": 3}. Several threads call this method."""
-        if self._is_json:
-            text = json.dumps(event)
-        else:
-            text = f"{time.strftime('%H:%M:%S')} {_event_text(event)}"
-        try:
-            sys.stdout.write(f"{text}\n")
-            sys.stdout.flush()
-        except OSError:  # the reader of the pipe has gone; receiving must go on
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
+def _print_event(event: dict[str, Any]) -> None:
+    """Print an event of a receiving host as a line for the user, with the time of day."""
+    print_line(f"{time.strftime('%H:%M:%S')} {_event_text(event)}")
 
 
 def _event_text(event: dict[str, Any]) -> str:
-    """Return an event of a receiving host in words."""
+    """Return a sentence for the user about an event of a receiving host."""
     match event["event"]:
         case "staged":
             size = format_bytes(event["bytes"])
@@ -334,7 +328,14 @@ def _event_text(event: dict[str, Any]) -> str:
 
 
 def _status(args: argparse.Namespace) -> int:
-    """Print the published versions and a table of the receiving hosts; return exit status 0."""
+    """Run `holmes weights status`: print the published versions, and a table of the receiving hosts.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        HolmesError: The address cannot be used, or nothing answers there.
+    """
     try:
         host, port = split_address(args.where)
     except ValueError:
@@ -352,12 +353,13 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _status_credentials(host: str, port: int) -> Credentials:
-    """Return credentials with which the service on HOST:PORT answers a request for its status.
+    """Return credentials for reading the status of the `holmes join serve` on HOST:PORT.
 
-    They are those of the run itself if it runs on this host, or else those of a site with a certificate here.
+    They are those of `holmes join serve` itself if it runs on this host, or else those of a site that has a
+    certificate on this host.
 
     Raises:
-        HolmesError: This user has neither.
+        HolmesError: This user has no such credentials.
     """
     credentials = status_credentials(host, port, os.environ)
     if credentials is not None:

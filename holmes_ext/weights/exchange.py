@@ -1,4 +1,4 @@
-"""Protocol by which chunks of versions are pulled: the sender's and the receiver's part of a stream.
+"""Protocol with which a host pulls versions of the weights, in chunks, from another process (a stream).
 
     {"op": "manifest", "version": N}            -> {"manifest": {...}}
     {"op": "read", "version": N, "chunk": I}    -> {"length": L}, then L bytes
@@ -38,20 +38,20 @@ from holmes_ext.weights.store import ChunkReader, MissingVersion, VersionStore
 PURPOSE = "weights"
 #: Seconds for a part of a chunk (FRAME_BYTES), and for an answer.
 PART_S = 20.0
-#: Seconds for which a stream stays open without a request.
+#: Longest time in seconds between two requests on a stream. Then the sender closes the stream.
 IDLE_S = 1800.0
-#: Seconds after which {"later": true} is sent, and then again.
+#: Seconds between two messages {"later": true} of a sender that itself waits for the version.
 _LATER_S = 4.0
-#: Times that it is sent for a version of which nothing has arrived at the sender. Then the request fails.
+#: Most such messages until the request fails, if nothing of the version reaches the sender.
 _MOST_LATER = 3
-#: Bytes that a stream requests ahead, at least and at most.
+#: Least and most bytes that a stream requests ahead: they are requested, and not received yet.
 _LEAST_AHEAD = 2**19
 _MOST_AHEAD = 32 * 2**20
 #: Round trips of bytes, at the stream's rate, that it requests ahead. A new stream doubles its rate in each.
 _ROUND_TRIPS_AHEAD = 3
 #: Seconds that are added to a round trip, because both ends need time for a request.
 _SLACK_S = 0.02
-#: Least seconds over which the rate of a stream is measured.
+#: Least duration of a measurement of a stream's rate, in seconds.
 _RATE_S = 0.1
 #: Field tcpi_min_rtt of struct tcp_info (linux/tcp.h), in microseconds: its format, and its offset in bytes.
 _MIN_RTT = struct.Struct("=I")
@@ -63,7 +63,7 @@ _LONGEST_ANSWER = 64 * 2**20
 
 
 class SendingStream:
-    """Sender's part of one connection: answers requests for manifests and chunks.
+    """Sender's end of a connection: sends versions of the weights to another host that requests them.
 
     Args:
         channel: Connection to the receiver.
@@ -88,9 +88,7 @@ class SendingStream:
         self._limit = limit
         self._on_bytes = on_bytes
         self._arriving = arriving
-        self._is_background = (
-            False  # whether the packets of the connection are marked as background traffic
-        )
+        self._is_background = False  # whether the packets of the connection have a low priority
 
     def next_request(self) -> dict[str, Any]:
         """Wait for the next request.
@@ -184,7 +182,9 @@ class SendingStream:
 
 
 class ReceivingStream:
-    """Receiver's part of one connection: requests manifests and chunks, and measures the rate.
+    """Receiver's end of a connection: requests and receives versions of the weights.
+
+    It measures the rate of the connection, to decide how many bytes are requested ahead.
 
     Args:
         channel: Connection to the sender.
@@ -199,18 +199,17 @@ class ReceivingStream:
         self._buffer = memoryview(b"")
         self._rate = 0.0  # bytes/s, of the last measurement
         self._round_trip_s = 0.0  # the least that was measured, so without the time in queues
-        self._measured_since = (
-            0.0  # begin of this measurement, by time.monotonic(); 0: with the next part
-        )
+        # Begin of this measurement, by time.monotonic(); 0: it begins with the next part.
+        self._measured_since = 0.0
         self._measured_bytes = 0  # received since then
 
     def start_measuring(self) -> None:
-        """Begin a new measurement of the rate with the next part, because the stream had nothing to do."""
+        """Restart the measurement of the rate with the next part that arrives, after an idle time."""
         self._measured_since = 0.0
 
     @property
     def bytes_ahead(self) -> int:
-        """Return how many bytes should be requested and not received at a time, so that data always flows.
+        """Return the number of bytes that should be requested ahead, so that data always flows.
 
         This is the bandwidth-delay product of the stream, times _ROUND_TRIPS_AHEAD. If a stream requested
         more, faster streams would have to wait at the end for chunks that this one has requested.
@@ -247,7 +246,7 @@ class ReceivingStream:
         return self._receive_answer()
 
     def manifest(self, version: int) -> VersionManifest:
-        """Return the manifest of a version.
+        """Request the manifest of a version, and return it.
 
         Raises:
             HolmesError: The sender has no such version, or the manifest is not valid.
@@ -303,7 +302,7 @@ class ReceivingStream:
         self._channel.cut()
 
     def _receive_answer(self) -> dict[str, Any]:
-        """Wait for an answer to a request, also beyond PART_S seconds while {"later": true} comes instead.
+        """Wait for the answer to a request; each {"later": true} that comes before it extends the time.
 
         Raises:
             Refused: The answer is an error.
@@ -323,7 +322,7 @@ def _split_into_parts(data: memoryview) -> list[memoryview]:
 
 
 def _least_round_trip_s(connection: socket.socket) -> float:
-    """Return the least round trip that the kernel has measured on a TCP connection; 0.0: it has none."""
+    """Return the least round-trip time of a TCP connection, in seconds; 0.0: the kernel has none."""
     with contextlib.suppress(OSError):
         size = _MIN_RTT_OFFSET + _MIN_RTT.size
         information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
@@ -335,7 +334,7 @@ def _least_round_trip_s(connection: socket.socket) -> float:
 
 
 def _whole_number(request: dict[str, Any], key: str) -> int:
-    """Return a field of a request; HolmesError: it is no whole number."""
+    """Return a field of a request, or raise HolmesError if it is not a whole number."""
     value = request.get(key)
     if not isinstance(value, int) or isinstance(value, bool):
         raise HolmesError(f"a request has no {key}")

@@ -1,4 +1,4 @@
-"""Pulls the missing chunks of versions over several streams, oldest version first.
+"""Pulls the missing chunks of versions of the weights over several streams, oldest version first.
 
 Each stream is a TLS connection to the source, with a thread of its own. The source is the process that has
 the versions: the service, or a host of the same site. If a stream breaks, the chunks that it has requested
@@ -23,20 +23,21 @@ from holmes_ext.weights.staging import StagedVersion
 from holmes_ext.weights.streams import StreamPool
 from holmes_ext.words import why
 
-#: Seconds without a byte, on any stream, after which a fetch fails if a stream breaks.
+#: A fetch fails if a stream breaks and no byte has arrived for this number of seconds, on any stream.
 STALL_S = 20.0
-#: Seconds without a byte after which a fetch fails although its streams are open: the source waits, too.
+#: A fetch also fails, with open streams, if no byte has arrived for this number of seconds: the source itself
+#: waits for the version.
 _QUIET_S = 30.0
-#: Chunks that a stream has requested and not received, at most.
+#: Most chunks that a stream has requested and not received.
 _MOST_REQUESTED = 256
 #: Seconds between two attempts to open a stream.
 _RETRY_S = 0.5
-#: Seconds between two looks of a stream that has nothing to do for chunks that another one gave back.
+#: Seconds between two checks of an idle stream for chunks that a broken stream has put back into the queue.
 _LOOK_S = 0.05
 
 
 class WrongDigest(HolmesError):
-    """Error: a chunk that arrived is not the one that the manifest describes."""
+    """Error: a received chunk does not have the SHA-256 that the manifest of its version contains."""
 
 
 class QuietSource(ConnectionError):
@@ -47,11 +48,11 @@ class QuietSource(ConnectionError):
 
 
 class DiskError(HolmesError):
-    """Error: a version cannot be written to the disk of this host."""
+    """Error: files of a version of the weights cannot be written to the disk of this host."""
 
 
 class _MissingChunk(NamedTuple):
-    """A chunk that is still to be pulled."""
+    """Chunk of a version that this host does not have yet."""
 
     staged: StagedVersion  # version of the chunk
     chunk: int  # index in the manifest
@@ -62,7 +63,7 @@ class _MissingChunk(NamedTuple):
 
 
 class VersionFetch:
-    """Transfer of the missing chunks of some versions from one source. Use once.
+    """One transfer of the missing chunks of some versions of the weights from one source to this host.
 
     Args:
         versions: Versions that are arriving, oldest first. Chunks that are written already are not pulled.
@@ -71,7 +72,7 @@ class VersionFetch:
         streams: Number of streams.
         on_bytes: Called with the version and the number of bytes of each part that arrives, by one thread
             at a time.
-        stall_s: Seconds without a byte after which a broken stream is not opened again.
+        stall_s: A broken stream is not opened again if no byte has arrived for this number of seconds.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class VersionFetch:
         self._streams = max(1, min(streams, len(self._queue)))
 
     def start(self) -> None:
-        """Start to pull the chunks, in threads of their own."""
+        """Start the threads that pull the chunks."""
         if not self._queue:
             return
         for _ in range(self._streams):
@@ -137,7 +138,7 @@ class VersionFetch:
             is_incomplete = self._unwritten_bytes > 0
             if self._error is None and is_incomplete:
                 self._error = error
-            # Their threads may be waiting for bytes. Streams of a complete transfer go back to the pool.
+            # Cutting a stream wakes its thread. If the transfer is complete, its streams go back to the pool.
             to_cut = list(self._open) if is_incomplete else []
             self._ended.set()
             self._changed.notify_all()
@@ -203,7 +204,7 @@ class VersionFetch:
             self._count_chunk(unanswered.popleft())
 
     def _request(self, stream: ReceivingStream, unanswered: deque[_MissingChunk]) -> None:
-        """Request chunks from the queue until enough bytes are on their way, and add them to `unanswered`."""
+        """Request chunks from the queue until enough bytes are requested ahead; add them to `unanswered`."""
         requested_bytes = sum(chunk.length for chunk in unanswered)
         if not unanswered:
             stream.start_measuring()
@@ -219,7 +220,7 @@ class VersionFetch:
             requested_bytes += chunk.length
 
     def _count_bytes(self, staged: StagedVersion, count: int) -> None:
-        """Report the bytes of a part of a chunk that has arrived."""
+        """Record that bytes have arrived now, and pass their number to `on_bytes`."""
         with self._changed:  # several streams call this at the same time
             self._last_byte = time.monotonic()
             self._on_bytes(staged, count)
@@ -247,7 +248,7 @@ class VersionFetch:
             )
 
     def _count_chunk(self, chunk: _MissingChunk) -> None:
-        """Count a chunk as written; wake wait_for() if it was the last one of its version."""
+        """Count a chunk as written, and wake wait_for() if it was the last missing chunk of its version."""
         with self._changed:
             self._unwritten[chunk.staged] -= 1
             self._unwritten_bytes -= chunk.length

@@ -1,8 +1,8 @@
-"""Manifest of a version of the weights: its files, their sizes, and SHA-256 of each chunk.
+"""Manifest of a version of the weights: names and sizes of its files, and the SHA-256 of each chunk of them.
 
-A version is a folder that never changes. The receiver checks each chunk as soon as it arrives, so the
-digests of the chunks prove the whole content. A delta has a parent: the version to which it must be
-applied.
+A version of a model's weights is a numbered folder of files that never changes. Its files are transferred in
+chunks, and the receiver checks the SHA-256 of each chunk as soon as it arrives. A version may be a delta: it
+only has changes to an older version, its parent.
 
 Chunks are small in small versions, because a host sends a chunk on only when it is complete. They are larger
 in large versions, whose manifests would become long otherwise.
@@ -28,23 +28,25 @@ from holmes_ext.errors import HolmesError
 #: Bytes of a chunk, the unit of transfer: a power of two from the first number to the second.
 LEAST_CHUNK_BYTES = 2**18
 MOST_CHUNK_BYTES = 8 * 2**20
-#: Chunks of a version up to which they do not grow: sending the last few of them on takes little of its time.
+#: Up to this number of chunks, a version has chunks of the least size. One chunk is then so small a share of
+#: the version that waiting for a complete chunk before it is sent on costs little time.
 _CHUNKS_BEFORE_GROWTH = 512
-#: Files of a version.
+#: Most files of a version.
 MOST_FILES = 10_000
-#: Chunks of a version: 4 TB.
+#: Most chunks of a version: 4 TB.
 MOST_CHUNKS = 500_000
 #: Largest number of a version, plus 1.
 MOST_VERSIONS = 10**12
-#: Bytes of a file's name with its folders, and of each part of it.
+#: Most bytes of a file's name with its folders, and of each part of it.
 _LONGEST_NAME = 1024
 _LONGEST_PART = 255
+#: Number of the format of a manifest.
 _FORMAT = 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class VersionChunk(NamedTuple):
-    """Part of a file of a version: the unit in which the version is transferred and checked."""
+    """Part of a file, at most 8 MiB: the unit for sending and checking versions of the weights."""
 
     file: int  # index in the manifest's files
     offset: int  # in the file, in bytes
@@ -54,7 +56,7 @@ class VersionChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class VersionFile:
-    """A file of a version."""
+    """Name, size and digests of a file of a version of the weights."""
 
     name: str  # relative to the version's folder, with "/" between folders
     size: int  # in bytes
@@ -71,7 +73,7 @@ class VersionFile:
 
 @dataclass(frozen=True)
 class VersionManifest:
-    """Description of a version: its number, its parent, and its files."""
+    """List of the files of a version of the weights, with its number and the SHA-256 of each chunk."""
 
     version: int
     files: tuple[VersionFile, ...]
@@ -95,9 +97,9 @@ class VersionManifest:
         self._check_chunk_counts()
 
     def _check_chunk_counts(self) -> None:
-        """Raise HolmesError if the number of chunks of a file does not fit its size."""
-        is_power = self.chunk_bytes > 0 and self.chunk_bytes & (self.chunk_bytes - 1) == 0
-        if not is_power or not LEAST_CHUNK_BYTES <= self.chunk_bytes <= MOST_CHUNK_BYTES:
+        """Raise HolmesError if a file has too few or too many chunks for its size in bytes."""
+        is_power_of_two = self.chunk_bytes > 0 and self.chunk_bytes & (self.chunk_bytes - 1) == 0
+        if not is_power_of_two or not LEAST_CHUNK_BYTES <= self.chunk_bytes <= MOST_CHUNK_BYTES:
             raise HolmesError(f"a chunk cannot have {self.chunk_bytes} bytes")
         for file in self.files:
             count = -(-file.size // self.chunk_bytes)  # rounded up
@@ -116,7 +118,7 @@ class VersionManifest:
     def chunks(self) -> tuple[VersionChunk, ...]:
         """Return the chunks of all files, in the order of the files.
 
-        The index of a chunk in this tuple identifies it in requests and in the staging folder.
+        The index of a chunk in this tuple identifies the chunk in requests and on the disk.
         """
         chunks = []
         for file_index, file in enumerate(self.files):
@@ -128,15 +130,15 @@ class VersionManifest:
 
     @cached_property
     def digest(self) -> str:
-        """Return the SHA-256 of the manifest, which identifies the version's content."""
+        """Return the SHA-256 of the manifest: it identifies the content of the version."""
         return hashlib.sha256(self.text().encode()).hexdigest()
 
     def document(self) -> dict[str, Any]:
-        """Return the manifest as a dictionary that can be written as JSON."""
+        """Return this manifest as a dictionary that json.dumps() accepts."""
         return asdict(self)
 
     def text(self) -> str:
-        """Return the manifest as JSON text; two manifests with the same text are the same."""
+        """Return this manifest as JSON text; equal manifests have equal texts."""
         return json.dumps(self.document(), separators=(",", ":"))
 
     @classmethod
@@ -145,7 +147,7 @@ class VersionManifest:
 
         Args:
             document: The manifest as document() returns it.
-            source: Name of the sender or file, with which error messages begin.
+            source: Name of the sender or file, for error messages.
 
         Raises:
             HolmesError: The document is no valid manifest.
@@ -154,23 +156,23 @@ class VersionManifest:
 
 
 def check_version(version: int) -> None:
-    """Raise HolmesError if a number cannot be that of a version."""
+    """Raise HolmesError if a number is not a valid version number: 0 to MOST_VERSIONS - 1."""
     if not 0 <= version < MOST_VERSIONS:
         raise HolmesError(f"version {version} is not a whole number from 0 to {MOST_VERSIONS - 1}")
 
 
 def check_parent(version: int, parent: int) -> None:
-    """Raise HolmesError if a version cannot be a delta to a parent."""
+    """Raise HolmesError unless the parent of a delta is a valid version number below that of the delta."""
     check_version(parent)
     if parent >= version:
         raise HolmesError(f"version {version} cannot be a delta to {parent}; a parent is older")
 
 
 def chunk_bytes_of(size: int) -> int:
-    """Return the size of a chunk, in bytes, for a version of `size` bytes.
+    """Return the size of a chunk, in bytes, for a version of `size` bytes in all.
 
-    Up to 512 of the smallest chunks are used. Beyond that, the size of a chunk doubles as often as necessary
-    to stay at 512 chunks, up to MOST_CHUNK_BYTES.
+    It is the least power of two that makes at most 512 chunks of the version, but not below
+    LEAST_CHUNK_BYTES and not above MOST_CHUNK_BYTES.
     """
     chunk_bytes = LEAST_CHUNK_BYTES
     while size > chunk_bytes * _CHUNKS_BEFORE_GROWTH and chunk_bytes < MOST_CHUNK_BYTES:
@@ -179,7 +181,7 @@ def chunk_bytes_of(size: int) -> int:
 
 
 def check_file_name(name: str) -> None:
-    """Raise HolmesError if a name could lead out of the version's folder, or is no name of a file."""
+    """Raise HolmesError if a file name is not valid, or could lead out of the version's folder, as "../a"."""
     parts = name.split("/")
     is_text = name.isprintable() and "\\" not in name
     if not is_text or len(name.encode()) > _LONGEST_NAME:
@@ -193,7 +195,7 @@ def check_file_name(name: str) -> None:
 
 
 def _check_paths(names: Iterable[str]) -> None:
-    """Raise HolmesError if two files have the same name, or one is also the folder of another."""
+    """Raise HolmesError if two files have the same name, or a file is also the folder of another file."""
     files: set[str] = set()
     for name in names:
         if name in files:

@@ -1,9 +1,10 @@
-"""State of all receiving hosts over time: rate and lag of each, for `holmes weights status` and Prometheus.
+"""Rate and lag of each host that receives weights, for `holmes weights status` and Prometheus.
 
-Metrics are exported with HOLMES_WEIGHTS_METRICS, by `holmes join serve`:
+The lag is the time since the publication of the oldest newer version that the host does not have completely.
+`holmes join serve` exports metrics if the variable HOLMES_WEIGHTS_METRICS is set:
 
     PORT        http://127.0.0.1:PORT/metrics, for a Prometheus server or agent on this host
-    HOST:PORT   the same at this host's address HOST; 0.0.0.0 for all addresses
+    HOST:PORT   the same page at this host's address HOST; 0.0.0.0 for all addresses
     FILE.prom   the same text in a file, for the textfile collector of node_exporter
 
 prometheus_client is optional: pip install 'holmes_ext[metrics]'.
@@ -20,15 +21,14 @@ from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.watch.metrics import Family, export
-from holmes_ext.units import parse_address
+from holmes_ext.units import metrics_problem
 
-#: Variable that says where metrics are exported.
+#: Environment variable with the port or file for metrics.
 METRICS_VARIABLE = "HOLMES_WEIGHTS_METRICS"
 #: Seconds between two samples of the received bytes of all hosts.
 _SAMPLE_S = 1.0
-#: Samples over which a rate is the mean.
+#: Number of samples for computing the rate of a host.
 _SAMPLES = 3
-_MOST_PORTS = 65536
 
 _HOST = ("site", "host")
 FAMILIES = {
@@ -49,23 +49,24 @@ FAMILIES = {
 
 
 class ReceivedSample(NamedTuple):
-    """Total of bytes that a host had received at one time; two samples give a rate."""
+    """Number of bytes that a host had received until some time. A rate is computed from two samples."""
 
     seconds: float  # time of the sample, by time.monotonic()
     received: int  # bytes since the start of the host's process
 
 
 class Monitor:
-    """Adds the rate and the lag of each receiving host to the status of the service.
+    """Computes the rate and the lag of each host that receives published versions of the weights.
 
-    The rate is that at which the host receives, from samples of its received bytes. The lag is 0 if the host
-    has the newest version; otherwise the seconds since the oldest version was published that it lacks.
+    The rate comes from samples of the bytes that a host has received. The lag is 0 if the host has the newest
+    version. Otherwise it is the time since the publication of the oldest version that is newer than the
+    host's newest.
 
     Args:
         status: Returns the status of the service (WeightsService.status), without rates and lags.
-        published_at: Returns the time at which a version was published, in seconds since 1970. None: the
-            version was removed from the publisher's store.
-        origin: Random identity of the publisher's store, by which a receiving host recognizes another run.
+        published_at: Returns the publication time of a version, in seconds since 1970. None: the version was
+            removed from the publisher's store.
+        origin: Random identity of the folder of published versions, for the status.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Monitor:
         ] = {}  # address of a host -> the newest samples
 
     def sample(self, now: float) -> None:
-        """Record what each host has received until `now`, by time.monotonic()."""
+        """Take a sample of the bytes that each host has received until `now`, by time.monotonic()."""
         hosts = self._status()["hosts"]
         with self._lock:
             before = self._samples
@@ -95,7 +96,7 @@ class Monitor:
                 self._samples[address] = samples
 
     def status(self) -> dict[str, Any]:
-        """Return the state of the service, as `holmes weights status --json` prints it."""
+        """Return the published versions, and rate and lag of each host, for `holmes weights status`."""
         status = self._status()
         for host in status["hosts"]:
             host["bits_per_second"] = round(self._bits_per_second(str(host["address"])))
@@ -103,7 +104,7 @@ class Monitor:
         return {"origin": self._origin, **status}
 
     def _bits_per_second(self, address: str) -> float:
-        """Return the mean rate of a host over the last samples, in bits/s."""
+        """Return the mean rate of the host with an address over the last samples, in bits/s."""
         with self._lock:
             samples = list(self._samples.get(address, ()))
         if not samples or samples[-1].seconds == samples[0].seconds:
@@ -112,7 +113,7 @@ class Monitor:
         return 8 * received / (samples[-1].seconds - samples[0].seconds)
 
     def _lag_s(self, newest: int | None, published: list[int]) -> float:
-        """Return the lag of a host: seconds since the oldest version was published that it lacks.
+        """Return the seconds since the publication of the oldest version that a host still lacks.
 
         Args:
             newest: Newest complete version of the host; None: it has none.
@@ -125,12 +126,12 @@ class Monitor:
             if newest is not None and version <= newest:
                 continue
             published_at = self._published_at(version)
-            if published_at is not None:  # not removed meanwhile
+            if published_at is not None:  # otherwise the version was removed a moment ago
                 return max(0.0, time.time() - published_at)
         return 0.0
 
     def collect(self) -> Iterator[Any]:
-        """Yield all metrics with their values. prometheus_client calls this method for each request."""
+        """Yield all metrics with their values. prometheus_client calls this method when it exports them."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         values = metric_values(self.status())
@@ -147,13 +148,13 @@ class Monitor:
 
 
 def metric_values(status: dict[str, Any]) -> dict[str, dict[tuple[str, ...], float]]:
-    """Return the values of all metrics.
+    """Return the values of all metrics for Prometheus.
 
-    Several processes at a site may have the same host name, as in containers. They count as one host: of
-    versions it has the lowest number, of lags the largest, of bytes and rates the sum.
+    Several processes at a site may have the same host name, as in containers. They are exported as one host,
+    with the lowest of their versions, the largest of their lags, and the sum of their bytes and rates.
 
     Args:
-        status: What Monitor.status() returns.
+        status: Result of Monitor.status().
 
     Returns:
         For each metric of FAMILIES: values of the labels -> value of the metric. For example
@@ -186,12 +187,12 @@ def metric_values(status: dict[str, Any]) -> dict[str, dict[tuple[str, ...], flo
 
 @contextlib.contextmanager
 def monitored(monitor: Monitor, environ: Mapping[str, str]) -> Iterator[None]:
-    """Sample the received bytes of all hosts in a thread while the block runs.
+    """Context manager that runs a monitor, and exports its metrics if HOLMES_WEIGHTS_METRICS is set.
 
-    If HOLMES_WEIGHTS_METRICS is set, metrics are exported during this time, too.
+    While the block runs, a thread takes a sample of the received bytes of all hosts every second.
 
     Args:
-        monitor: Gets the samples, and gives the metrics.
+        monitor: The monitor.
         environ: Environment variables.
 
     Raises:
@@ -200,7 +201,9 @@ def monitored(monitor: Monitor, environ: Mapping[str, str]) -> Iterator[None]:
     destination = environ.get(METRICS_VARIABLE, "")
     metrics = None
     if destination:
-        _check_destination(destination)
+        problem = metrics_problem(destination)
+        if problem:
+            raise HolmesError(f"{METRICS_VARIABLE}: {destination!r:.100} {problem}")
         metrics = export(f"{METRICS_VARIABLE}={destination}", destination, monitor)
     ended = threading.Event()
 
@@ -219,13 +222,3 @@ def monitored(monitor: Monitor, environ: Mapping[str, str]) -> Iterator[None]:
         thread.join()
         if metrics is not None:
             metrics.close()
-
-
-def _check_destination(destination: str) -> None:
-    """Raise HolmesError if HOLMES_WEIGHTS_METRICS is neither an address nor a file."""
-    is_address = 0 < parse_address(destination).port < _MOST_PORTS
-    if not is_address and not destination.endswith(".prom"):
-        raise HolmesError(
-            f"{METRICS_VARIABLE}: {destination!r:.100} is neither PORT nor HOST:PORT (1 to 65535) nor"
-            " FILE.prom"
-        )

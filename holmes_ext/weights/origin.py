@@ -1,10 +1,11 @@
-"""Identity of a store of versions: a receiving host accepts versions of one store only.
+"""Prevents a receiving host from mixing versions of the weights of different training runs in a folder.
 
 Each run numbers its versions anew. So a folder with versions 1 to 5 of an earlier run would seem to have
-versions 1 to 5 of this run. To tell runs apart, the publisher's store has a random identity, its origin:
+versions 1 to 5 of this run. To tell runs apart, the store (folder) from which a run publishes its versions
+has a random identity, its origin:
 
     in the publisher's store    DIR/.holmes/origin has this identity; it is made when the service starts first
-    at a receiving host         DIR/.holmes/origin has the identity of the store from which the versions come
+    at a receiving host         DIR/.holmes/origin has the identity of the store that its versions come from
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from pathlib import Path
 from holmes_ext.errors import HolmesError
 from holmes_ext.files import write_whole
 from holmes_ext.join.address import JoinPlace
-from holmes_ext.join.sockets.handshake import HANDSHAKE_S
-from holmes_ext.runtime.deadline import Deadline
+from holmes_ext.join.coordinator.client import read_status
 from holmes_ext.weights.store import VersionStore
 from holmes_ext.words import why
 
@@ -26,9 +26,9 @@ _RETRY_S = 0.5
 
 
 def origin_of(store: VersionStore) -> str:
-    """Return the identity of a publisher's store.
+    """Return the random identity of a store, the folder with the published versions of a training run.
 
-    If the store has no identity yet, a random one is made and written to the file DIR/.holmes/origin.
+    If the store has no identity yet, one is created and written to the file DIR/.holmes/origin.
 
     Returns:
         The identity: 32 hexadecimal digits.
@@ -44,16 +44,16 @@ def origin_of(store: VersionStore) -> str:
 
 
 def check_origin(store: VersionStore, origin: str) -> None:
-    """Raise an error if a receiving host's store has versions of another run.
+    """Raise an error if the folder of a receiving host has versions of another training run.
 
-    A store without versions takes over the origin.
+    If the folder has no versions yet, the identity of this run is recorded in it.
 
     Args:
-        store: Store of the receiving host.
-        origin: Identity of the publisher's store to which the host connects.
+        store: Folder of the receiving host.
+        origin: Identity of the publisher's store of this run.
 
     Raises:
-        HolmesError: The store has versions of another origin, or cannot be written to.
+        HolmesError: The folder has versions of another run, or cannot be written to.
     """
     if _recorded_origin(store) == origin:
         return
@@ -65,26 +65,25 @@ def check_origin(store: VersionStore, origin: str) -> None:
     _record_origin(store, origin)
 
 
-def ask_origin(place: JoinPlace) -> str:
-    """Return the identity of the publisher's store, which the status of the service contains.
+def fetch_origin(service: JoinPlace) -> str:
+    """Return the identity of the publisher's store, from the status of `holmes join serve`.
 
-    Tries again for as long as the service cannot be reached.
+    Tries again for as long as `holmes join serve` cannot be reached.
 
     Args:
-        place: Address of `holmes join serve`, and the certificate of this site.
+        service: Address of `holmes join serve`, and the certificate of this site.
 
     Raises:
         Refused: The service rejects this site.
         HolmesError: The process at the address serves no weights.
     """
-    weights_status = None
-    is_answered = False
-    while not is_answered:
+    while True:
         try:
-            weights_status = _read_weights_status(place)
-            is_answered = True
+            status = read_status(service.address.host, service.address.port, service.credentials)
+            break
         except OSError:
             time.sleep(_RETRY_S)
+    weights_status = status.get("weights")
     if not isinstance(weights_status, dict) or not isinstance(weights_status.get("origin"), str):
         raise HolmesError(
             "the service sends no weights; install the same holmes_ext there, and restart it"
@@ -92,28 +91,12 @@ def ask_origin(place: JoinPlace) -> str:
     return str(weights_status["origin"])
 
 
-def _read_weights_status(place: JoinPlace) -> object:
-    """Return what the status of `holmes join serve` has on weights; None: nothing.
-
-    Raises:
-        OSError: The process cannot be reached.
-    """
-    deadline = Deadline(HANDSHAKE_S, "the service's status")
-    channel = place.call({"purpose": "status"}, deadline)
-    try:
-        status = channel.receive(deadline)
-    finally:
-        channel.close()
-    weights_status: object = status.get("weights")
-    return weights_status
-
-
 def _origin_file(store: VersionStore) -> Path:
     return store.path / ".holmes" / "origin"
 
 
 def _recorded_origin(store: VersionStore) -> str:
-    """Return the identity that the file DIR/.holmes/origin has; "": there is no such file."""
+    """Return the identity in the file DIR/.holmes/origin of a store; "": there is no such file."""
     try:
         return _origin_file(store).read_text()
     except FileNotFoundError:

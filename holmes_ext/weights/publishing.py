@@ -1,8 +1,8 @@
 """Publishes a folder as a version of the weights: copies it into the store of `holmes join serve`.
 
-The folder is read once. Its chunks are hashed while they are copied, so the manifest describes exactly the
-bytes that receivers get. A folder that changes meanwhile is refused. After an error, the store is as
-before.
+`holmes join serve` sends the versions in its store, a folder, to the sites. The published folder is read
+once, and its chunks are hashed while they are copied. So the manifest describes exactly the bytes that
+receivers get. A folder that changes during the copy is refused. After an error, the store is as before.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from holmes_ext.words import why
 
 #: Variable with the folder for published versions.
 STORE_VARIABLE = "HOLMES_WEIGHTS_STORE"
-#: Versions that the store keeps by default.
+#: Number of the newest versions that the store keeps by default.
 KEEP = 8
 
 
 class _Stamp(NamedTuple):
-    """State of a file; it changes if the file is written to or replaced."""
+    """Size, time and inode of a file; one of them changes if the file is written to or replaced."""
 
     size: int  # in bytes
     modified_ns: int
@@ -45,10 +45,10 @@ class _Stamp(NamedTuple):
 
 
 def store_of_run(environ: Mapping[str, str], port: int) -> VersionStore:
-    """Return the store of the `holmes join serve` on a port of this host.
+    """Return the folder of published versions of the `holmes join serve` that listens on a port of this host.
 
     Raises:
-        HolmesError: This user has started no such run here.
+        HolmesError: This user has not started `holmes join serve` with this port here.
     """
     run = RunFolder.of_port(environ, port)
     if not run.path.is_dir():
@@ -71,13 +71,13 @@ def publish_folder(
     """Copy a folder into a store as a new version.
 
     Args:
-        folder: The folder. Nothing may change it meanwhile.
-        store: Store of the run.
+        folder: The folder. Nothing may change it during this call.
+        store: Store of `holmes join serve`.
         version: Number of the version, greater than those of all versions before.
         parent: Version to which the folder is a delta; None: it is a full version.
-        commits: All sites switch to the version as soon as they have staged it. False: only after
-            `holmes weights commit`.
-        keep: How many of the newest versions stay in the store.
+        commits: Whether all sites switch to the version as soon as their hosts have received it. False: they
+            switch only after `holmes weights commit`.
+        keep: Number of the newest versions that stay in the store.
 
     Raises:
         HolmesError: The folder, a number or the store cannot be used, or the folder changes.
@@ -100,7 +100,7 @@ def publish_folder(
 
 
 def _check_numbers(store: VersionStore, version: int, parent: int | None) -> None:
-    """Raise HolmesError if the store cannot take a version with this number and parent."""
+    """Raise HolmesError if a version with this number and this parent cannot be added to the store."""
     check_version(version)
     versions = store.versions()
     if version in versions:
@@ -115,11 +115,13 @@ def _check_numbers(store: VersionStore, version: int, parent: int | None) -> Non
             raise HolmesError(
                 f"version {version} is a delta to {parent}, which is not published; publish a full version"
             )
-        store.chain(parent)
+        store.chain(parent)  # raises an error if the version cannot be built from it
 
 
 def _stamps_of(folder: Path) -> dict[str, _Stamp]:
-    """Return the state of each file of a folder: name relative to the folder -> stamp of the file.
+    """Return the stamp of each file of a folder, by the file's name relative to the folder.
+
+    Two calls return the same if nothing has changed the folder in between.
 
     Raises:
         HolmesError: The folder has no files, too many, or links; or it cannot be read.
@@ -137,7 +139,13 @@ def _stamps_of(folder: Path) -> dict[str, _Stamp]:
 
 
 def _add_stamps(folder: Path, prefix: str, stamps: dict[str, _Stamp]) -> None:
-    """Add the files of a folder and its sub-folders to `stamps`; their names begin with `prefix`."""
+    """Add a stamp to `stamps` for each file of a folder and its sub-folders.
+
+    Args:
+        folder: The folder.
+        prefix: Beginning of the names of its files in `stamps`: "" or "SUBFOLDER/".
+        stamps: Name -> stamp.
+    """
     for entry in os.scandir(folder):
         name = prefix + entry.name
         check_file_name(name)
@@ -161,11 +169,13 @@ def _stamp(state: os.stat_result) -> _Stamp:
 def _copy(
     folder: Path, stamps: dict[str, _Stamp], store: VersionStore, version: int, parent: int | None
 ) -> VersionManifest:
-    """Copy the files of a folder into a store as a version, which readers see when all files are complete.
+    """Copy the files of a folder into a store as a version, and return the version's manifest.
+
+    Readers of the store do not see the version before all of its files are complete.
 
     Args:
         folder: The folder.
-        stamps: Stamps of its files before copying.
+        stamps: Stamp of each of its files when publishing began.
         store: The store.
         version: Number of the version.
         parent: Version to which the folder is a delta; None: it is a full version.
@@ -174,20 +184,20 @@ def _copy(
         HolmesError: The folder has changed since the stamps were taken.
         OSError: The files cannot be written.
     """
-    partial = store.publishing(version)
+    partial = store.new_partial_folder(version)
     try:
         files = []
         chunk_bytes = chunk_bytes_of(sum(stamp.size for stamp in stamps.values()))
         for name, stamp in stamps.items():
             files.append(_copy_file(folder, name, stamp, partial, chunk_bytes))
         if _stamps_of(folder) != stamps:
-            raise _changed(folder)
+            raise _changed_error(folder)
         for path in partial.rglob("*"):
             if path.is_dir():
                 sync_folder(path)
         sync_folder(partial)
         manifest = VersionManifest(version, tuple(files), parent, chunk_bytes)
-        store.appear(manifest, partial)
+        store.add_complete(manifest, partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -197,13 +207,13 @@ def _copy(
 def _copy_file(
     folder: Path, name: str, stamp: _Stamp, target_folder: Path, chunk_bytes: int
 ) -> VersionFile:
-    """Copy a file, and return its entry of the manifest.
+    """Copy a file of a new version, and return the entry of the manifest for it.
 
     Args:
-        folder: Folder of the file.
+        folder: Folder that is published.
         name: Name of the file, relative to the folder.
-        stamp: State of the file when publishing began.
-        target_folder: Folder of the copy.
+        stamp: Stamp of the file when publishing began.
+        target_folder: Folder of the copies.
         chunk_bytes: Bytes of each chunk of the version.
 
     Raises:
@@ -215,7 +225,7 @@ def _copy_file(
     try:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        raise _changed(folder) from None
+        raise _changed_error(folder) from None
     digests = []
     size = 0
     with open(descriptor, "rb", buffering=0) as source, open(target, "xb", buffering=0) as copy:
@@ -224,9 +234,9 @@ def _copy_file(
             size += len(chunk)
             _write_all(copy.fileno(), chunk)
             if size > stamp.size:
-                break  # somebody appends to the file
+                break  # another process appends to the file, perhaps without end
         if size != stamp.size or _stamp(os.fstat(descriptor)) != stamp:
-            raise _changed(folder)
+            raise _changed_error(folder)
         os.fsync(copy.fileno())
     return VersionFile(name, size, tuple(digests))
 
@@ -237,7 +247,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
         left = left[os.write(descriptor, left) :]
 
 
-def _changed(folder: Path) -> HolmesError:
+def _changed_error(folder: Path) -> HolmesError:
     return HolmesError(
         f"{folder}: changed while it was published; publish a folder that nothing writes to any more"
     )

@@ -1,10 +1,10 @@
-"""Keeps weights below training's own traffic: a limit on their rate, pauses, and a mark on their packets.
+"""Keeps transfers of weights from slowing down training: a rate limit, pauses, and packets of low priority.
 
-limit    HOLMES_WEIGHTS_RATE, shared by all streams of a process
-pause    nothing is sent while joined jobs exchange a round, but at most half of the time, and PAUSE_S
-         at a stretch: jobs that always exchange do not stop the weights
-mark     DSCP CS1 ("lower effort") for routers, and the lowest band of the host's own queue. A network
-         that ignores DSCP shares its rate between weights and training as between any two streams
+limit     HOLMES_WEIGHTS_RATE, shared by all connections of a process
+pauses    nothing is sent while joined jobs exchange gradients, but at most half of the time, and PAUSE_S
+          at a stretch: jobs that always exchange gradients do not stop the weights
+priority  DSCP CS1 ("lower effort") for routers, and the lowest band of the host's own queue. A network
+          that ignores DSCP shares its rate between weights and training as between any two connections
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Callable
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import parse_rate
 
-#: Longest pause, in seconds. Receivers take a stream that is silent for longer for a broken one.
+#: Longest pause, in seconds. A receiver that gets no bytes for longer gives the connection up.
 PAUSE_S = 10.0
-#: Least limit, in bits/s: slower streams would be taken for broken ones.
+#: Least limit, in bits/s: with a lower one, receivers would give connections up.
 LEAST_BITS_PER_S = 8_000_000
 #: Seconds of traffic that may pass at once after a pause.
 _BURST_S = 0.05
-#: Seconds between two looks for the end of a round.
+#: Seconds between two checks whether training still exchanges data.
 _LOOK_S = 0.005
 #: DSCP CS1 in the byte of the IP header (RFC 4594), and the priority TC_PRIO_BULK of the host's queues.
 _CS1 = 0x20
@@ -32,15 +32,15 @@ _BULK = 2
 
 
 class RateLimit:
-    """Limit on the rate of weights that all sending or receiving threads of a process share. Thread-safe.
+    """Rate limit for transfers of weights, shared by all threads of a process. Thread-safe.
 
     A thread calls take() before it sends or receives some bytes. take() waits as long as the limit demands,
-    and also while training exchanges data. These pauses have a budget, so that training which always
-    exchanges data does not stop the weights. At first the budget is PAUSE_S seconds. A second of pause takes
-    a second from it. A second without a pause gives a second back, up to PAUSE_S.
+    and also while training exchanges data. These pauses have a budget, so that the weights are not stopped
+    if training always exchanges data. At first the budget is PAUSE_S seconds. Each second of a pause
+    reduces the budget by a second. Each second without a pause adds a second, up to PAUSE_S.
 
     Args:
-        bits_per_second: The limit; 0: none.
+        bits_per_second: The limit; 0: no limit.
         is_training_sending: Returns whether training exchanges data now.
     """
 
@@ -52,11 +52,11 @@ class RateLimit:
         self._bytes_per_second = bits_per_second / 8
         self._is_training_sending = is_training_sending
         self._lock = threading.Lock()
-        # Time at which the link has sent all bytes of former calls of take(), at the limit's rate.
+        # Time when all bytes of earlier calls of take() have been sent, if they are sent at the limit.
         self._link_free_at = 0.0
         self._is_paused = False  # since the last call of _must_pause()
         self._pause_checked_at = time.monotonic()  # time of that call
-        self._pause_budget_s = PAUSE_S  # seconds for which sending may still pause
+        self._pause_budget_s = PAUSE_S  # how long sending may still pause, in seconds
 
     def take(self, count: int) -> None:
         """Wait until `count` more bytes may be sent or received."""
@@ -74,9 +74,9 @@ class RateLimit:
             time.sleep(wait_s)
 
     def _must_pause(self) -> bool:
-        """Return whether weights must wait for training now: it exchanges data, and the budget has time left.
+        """Return whether training exchanges data now, and the budget of pauses is not used up.
 
-        Also updates the budget of pauses for the time since the last call.
+        Also updates the budget for the time since the last call.
         """
         is_training_sending = self._is_training_sending()
         with self._lock:
@@ -91,12 +91,12 @@ class RateLimit:
             return self._is_paused
 
 
-def checked_rate(text: str, where: str) -> int:
-    """Return a limit on the rate of weights, in bits/s.
+def parse_rate_limit(text: str, where: str) -> int:
+    """Parse a rate limit for weights, and return it in bits/s.
 
     Args:
         text: The limit, such as "400Mb/s".
-        where: Name of the option or variable, with which error messages begin.
+        where: Name of the option or variable, for error messages.
 
     Raises:
         HolmesError: The text is no rate, or the rate is below LEAST_BITS_PER_S.

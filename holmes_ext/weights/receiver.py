@@ -1,15 +1,18 @@
-"""Receiving host: keeps a folder up to date with the versions that `holmes weights publish` publishes.
+"""Receiving host: keeps a folder up to date with the versions of the weights that a trainer publishes.
 
-    main thread      reports to the service, and commits the version that it names
+A site (data centre) has several such hosts. The service is the part of `holmes join serve` that sends
+versions.
+
+    main thread      reports to the service, and commits the version that the answer of the service names
     transfer thread  pulls missing versions, oldest first, from the service or from a host of the same site
     streams          connections for chunks: opened before they are needed, and kept (streams.py)
-    listener         sends versions to other hosts of the same site, also while they arrive
+    site listener    sends versions to other hosts of the same site (site_listener.py)
 
-Staged versions are complete in the folder; the committed one is in use. A source is the process from which
-this host pulls: a host of the same site with the address HOST:PORT, or with the address "" the service.
+Staged versions are complete in the folder; the committed version is in use. This host pulls from a source: a
+host of the same site with the address HOST:PORT, or the service with the address "".
 
-A broken connection is opened again. A transfer that breaks goes on with the chunks that are missing, also
-after a restart of this process or of the service.
+A broken connection is opened again. After an interruption, only the missing chunks of a version are pulled,
+also after a restart of this process or of the service.
 """
 
 from __future__ import annotations
@@ -26,13 +29,14 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import JoinPlace
 from holmes_ext.join.sockets.channel import Channel
-from holmes_ext.join.sockets.handshake import HANDSHAKE_S, NotHolmes, Refused, answer, call
+from holmes_ext.join.sockets.handshake import HANDSHAKE_S, Refused, call
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets import Guest, Listener, address_text, split_address
-from holmes_ext.weights.exchange import PURPOSE, ReceivingStream, SendingStream
+from holmes_ext.runtime.sockets import address_text, split_address
+from holmes_ext.weights.exchange import PURPOSE, ReceivingStream
 from holmes_ext.weights.fetch import STALL_S, DiskError, QuietSource, VersionFetch, WrongDigest
 from holmes_ext.weights.manifest import VersionManifest
 from holmes_ext.weights.rate import RateLimit
+from holmes_ext.weights.site_listener import SiteListener
 from holmes_ext.weights.sites import HostReport
 from holmes_ext.weights.staging import ArrivingVersions, StagedVersion
 from holmes_ext.weights.store import VersionStore
@@ -45,36 +49,35 @@ _RETRY_S = 0.5
 _NEWS_S = 2.0
 #: Seconds between two reports while a version is pulled.
 _BUSY_S = 0.5
-#: Seconds without a byte after which a host of the same site is given up if its connections break.
+#: If connections to a host of the site break and no byte came for so many seconds, another source is used.
 _SITE_STALL_S = 2.0
-#: Failed transfers in which a host of the same site had nothing to send, after which it is not used any more.
+#: If a host of the site has had nothing to send in so many transfers, it is no longer used as a source.
 _MOST_REFUSALS = 3
 #: Most hosts of the same site that a report names as unreachable.
 _MOST_UNREACHABLE = 8
-#: Connections from other hosts of the site at a time.
-_MOST_GUESTS = 256
 
 
 @dataclass(frozen=True)
 class ReceiverSettings:
-    """Settings of a host that receives new versions of the weights from a training job."""
+    """Options of `holmes weights receive`, the process that receives versions of the weights on a host."""
 
-    streams: int = 4  # connections over which a version is pulled
-    keep: int = 3  # newest versions that stay, besides those that are needed
-    bits_per_second: float = 0.0  # limit on the rate at which versions are pulled; 0: none
-    address: str = ""  # host that they call; "": the address from which the service is reached
-    is_once: bool = False  # end as soon as the newest committed version is here
+    streams: int = 4  # number of connections for pulling a version
+    keep: int = 3  # number of the newest versions that stay, besides those that are still required
+    bits_per_second: float = 0.0  # limit on the rate of pulling over the WAN; 0: no limit
+    # Address of this host for other hosts of the site; "": that of its connection to the service.
+    address: str = ""
+    is_once: bool = False  # end as soon as this host has the committed version
 
 
 @dataclass
 class VersionTransfer:
-    """Progress of one version that this host pulls."""
+    """Progress of the transfer of one version of the weights to this host."""
 
     staged: StagedVersion  # the version, with its manifest and its files
     is_over_wan: bool  # from the service; False: from a host of the same site
     missing_bytes: int  # bytes of the version that were missing when the transfer began
     written_bytes: int  # bytes of the version that are written, with those of earlier transfers
-    started: float = field(default_factory=time.monotonic)  # time at which it began
+    started: float = field(default_factory=time.monotonic)  # begin of the transfer
 
     @property
     def manifest(self) -> VersionManifest:
@@ -82,56 +85,58 @@ class VersionTransfer:
         return self.staged.manifest
 
 
-#: Called with an event, such as {"event": "staged", "version": 3, "bytes": 1000, "seconds": 1.5}.
-Tell = Callable[[dict[str, Any]], None]
+#: Function that is called with each event, such as {"event": "committed", "version": 3}.
+OnEvent = Callable[[dict[str, Any]], None]
 
 
 class WeightsReceiver:
-    """Receiving host of one site.
+    """Process that keeps the folder of a host up to date with the published versions of the weights.
 
     Args:
-        store: Folder in which versions appear.
-        place: Address of `holmes join serve`, and the certificate of this site.
+        store: The folder.
+        service: Address of `holmes join serve`, and the certificate of this site.
         listening: Listening socket for other hosts of the site.
         settings: Settings of this host.
-        tell: Called with each event.
+        on_event: Called with each event, such as that a version is complete. Several threads call it.
     """
 
     def __init__(
         self,
         store: VersionStore,
-        place: JoinPlace,
+        service: JoinPlace,
         listening: socket.socket,
         settings: ReceiverSettings,
-        tell: Tell = lambda event: None,
+        on_event: OnEvent = lambda event: None,
     ):
         self._store = store
-        self._place = place
+        self._service = service
         self._settings = settings
-        self._tell = tell
-        self._site = place.address.job
+        self._on_event = on_event
+        self._site = service.address.job
         self._host_id = secrets.token_hex(16)
         self._limit = RateLimit(settings.bits_per_second)
-        self._listener = Listener(
-            listening, self._serve_guest, "holmes-weights", admitted=_MOST_GUESTS
-        )
         self._pool = StreamPool(self._dial, settings.streams)
         self._arriving = ArrivingVersions()
+        self._listener = SiteListener(
+            listening, self._site, service.credentials, store, self._arriving
+        )
         self._channel: Channel | None = None  # to the service, for reports
-        # Token of the service's last answer. The service waits with the next one until its token differs.
-        self._seen = ""
+        # Token of the service's last answer. The service waits with the next answer until the token changes.
+        self._last_token = ""
         self._unreachable: tuple[str, ...] = ()  # HOST:PORT of hosts of the site
-        # HOST:PORT of a host of the site -> number of transfers in which it had nothing to send.
+        # HOST:PORT of a host of the site -> number of transfers that failed because it had nothing to send.
         self._refusals: Counter[str] = Counter()
         self._received = 0  # bytes of chunks since the start
-        self._received_wan = 0  # of them from the service
-        self.transfer: VersionTransfer | None = None  # shown by the progress line
-        self._pulling: threading.Thread | None = None  # the latest transfer thread
-        self._error: HolmesError | None = None  # of the transfer thread, which ends this process
+        self._received_wan = 0  # the part of them that came from the service
+        self.transfer: VersionTransfer | None = None  # of the version that is pulled now
+        self._transfer_thread: threading.Thread | None = None  # the latest one
+        self._error: HolmesError | None = None  # error of a transfer, which ends this process
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Keep the folder up to date until close() is called; with `is_once`: until it is up to date.
+        """Receive all versions of the weights that are published, until close() is called.
+
+        With the setting `is_once`, return as soon as the folder has the committed version.
 
         Raises:
             HolmesError: The service refuses this host, the disk is full, or a version is damaged.
@@ -142,50 +147,53 @@ class WeightsReceiver:
                 if self._error is not None:
                     raise self._error
                 reply = self._report()
-                if reply is not None and self._follow(reply):
+                if reply is not None and self._follow_instructions(reply):
                     return
-                if self._pulling is not None:
-                    self._pulling.join(_BUSY_S)  # its end is reported at once
+                if self._transfer_thread is not None:
+                    self._transfer_thread.join(_BUSY_S)  # the end of a transfer is reported at once
         finally:
             self.close()
 
     def close(self) -> None:
-        """End run(), and all connections."""
+        """Let run() return, and close all connections."""
         self._ended.set()
         self._listener.close()
         self._pool.close()
         self._disconnect()
 
     def _report(self) -> dict[str, Any] | None:
-        """Send a report to the service, and return its answer; None: the service cannot be reached now."""
+        """Report the state of this host to the service, and return its answer; None: it is not reached now.
+
+        Raises:
+            Refused: The service rejects this host.
+        """
         try:
             if self._channel is None:
                 self._channel = self._call_service()
-                self._seen = ""
+                self._last_token = ""
                 self._unreachable = ()
             stream = ReceivingStream(self._channel, "the service", RateLimit())
             request = {
                 "op": "report",
-                "report": asdict(self._own_report(self._channel)),
-                "seen": self._seen,
+                "report": asdict(self._current_report(self._channel)),
+                "seen": self._last_token,
                 "wait": 0.0 if self._is_pulling() else _NEWS_S,
             }
             reply = stream.ask(request)
-            self._seen = str(reply.get("token"))
+            self._last_token = str(reply.get("token"))
             return reply
-        except Refused:
-            raise
         except OSError as error:
             if self._channel is not None:
-                self._tell({"event": "lost", "reason": why(error)})
+                self._on_event({"event": "lost", "reason": why(error)})
             self._disconnect()
             self._ended.wait(_RETRY_S)
             return None
 
-    def _own_report(self, channel: Channel) -> HostReport:
+    def _current_report(self, channel: Channel) -> HostReport:
+        """Return the report on the state of this host; `channel` is the connection to the service."""
         transfer = self.transfer
         host = self._settings.address or channel.socket.getsockname()[0]
-        report = HostReport(
+        return HostReport(
             host=socket.gethostname()[:100],
             address=address_text(host, self._listener.port),
             staged=tuple(self._store.versions()),
@@ -197,48 +205,57 @@ class WeightsReceiver:
             version_bytes=0 if transfer is None else transfer.written_bytes,
             version_size=0 if transfer is None else transfer.manifest.bytes,
         )
-        return report
 
-    def _follow(self, reply: dict[str, Any]) -> bool:
-        """Commit a version, and begin to pull versions, as the answer of the service says.
+    def _follow_instructions(self, reply: dict[str, Any]) -> bool:
+        """Carry out an answer of the service: commit a version, and start to pull missing versions.
+
+        Args:
+            reply: Answer of the service to a report; see service.py.
 
         Returns:
-            Whether run() should return: with `is_once`, all required versions are staged, and the committed
-            one is in use.
+            Whether run() should return: with the setting `is_once`, as soon as this host has all required
+            versions and uses the committed version.
         """
         versions = [version for version in reply["versions"] if isinstance(version, int)]
         commit = reply.get("commit")
-        self._commit(commit)
+        self._switch_to(commit)
         source = reply.get("source")
         if isinstance(source, dict) and not self._is_pulling():
             self._use_source(source, versions, reply.get("manifests"))
         if not self._settings.is_once or self._is_pulling():
             return False
-        is_complete = all(map(self._store.has, versions))
-        return bool(versions) and is_complete and self._store.current == commit
+        has_all = all(self._store.has(version) for version in versions)
+        return bool(versions) and has_all and self._store.current == commit
 
-    def _commit(self, version: object) -> None:
-        """Switch to a version if it is complete, with all versions to which it is a delta."""
-        if not isinstance(version, int) or version == self._store.current:
-            return
-        if self._store.has(version):
-            try:
-                self._store.chain(version)
-                self._store.commit(version)
-            except OSError as error:
-                raise _disk_error(self._store, error) from None
-            except HolmesError:
-                return  # a version of the chain is still missing
-            self._tell({"event": "committed", "version": version})
-
-    def _is_pulling(self) -> bool:
-        return self._pulling is not None and self._pulling.is_alive()
-
-    def _use_source(self, source: dict[str, Any], required: list[int], documents: object) -> None:
-        """Pull the missing versions from a source in the transfer thread, or open streams for the next one.
+    def _switch_to(self, version: object) -> None:
+        """Make a version the one in use at this host, if the folder has all files that it needs.
 
         Args:
-            source: Address of the source, and the versions to pull from it; see Source.
+            version: Number of the version; any other object is ignored.
+        """
+        if not isinstance(version, int) or version == self._store.current:
+            return
+        if not self._store.has(version):
+            return
+        try:
+            self._store.chain(version)
+            self._store.commit(version)
+        except OSError as error:
+            raise _disk_error(self._store, error) from None
+        except HolmesError:
+            return  # a version of the chain is still missing
+        self._on_event({"event": "committed", "version": version})
+
+    def _is_pulling(self) -> bool:
+        return self._transfer_thread is not None and self._transfer_thread.is_alive()
+
+    def _use_source(self, source: dict[str, Any], required: list[int], documents: object) -> None:
+        """Start a thread that pulls missing versions from a source. If none is missing, only connect to it.
+
+        The connections are used for the next version.
+
+        Args:
+            source: Address of the source, and the versions to pull from it; the fields of class Source.
             required: Versions that this host should have, oldest first.
             documents: Manifests of some of these versions, from the service.
         """
@@ -254,13 +271,13 @@ class WeightsReceiver:
         for document in _list_or_empty(documents):
             manifest = VersionManifest.of_document(document, "the service: a version")
             manifests[manifest.version] = manifest
-        self._pulling = threading.Thread(
+        self._transfer_thread = threading.Thread(
             target=self._pull,
             args=(address, missing, required, manifests),
             name="holmes-weights-pull",
             daemon=True,
         )
-        self._pulling.start()
+        self._transfer_thread.start()
 
     def _pull(
         self,
@@ -269,13 +286,15 @@ class WeightsReceiver:
         required: list[int],
         manifests: dict[int, VersionManifest],
     ) -> None:
-        """Pull versions from a source, in the transfer thread.
+        """Pull versions from a source until they are complete, or the transfer fails.
+
+        Runs in the transfer thread.
 
         Args:
-            address: HOST:PORT of a host of the site; "": the service.
-            missing: The versions, oldest first.
+            address: Address of the source: HOST:PORT of a host of the site; "": the service.
+            missing: Numbers of the versions, oldest first.
             required: Versions that must not be removed from the folder.
-            manifests: Manifests that are known already.
+            manifests: Manifests that the service has sent; the other manifests are requested from the source.
         """
         try:
             needed_manifests = [
@@ -296,12 +315,13 @@ class WeightsReceiver:
             self.transfer = None
 
     def _handle_failure(self, address: str, error: Exception) -> None:
-        """Handle a failed transfer: prepare for the next one, or end this process if that cannot help.
+        """Prepare for another try after a failed transfer, or end this process if another try cannot help.
 
-            a host of the site has no bytes yet    it is tried again, a few times
-            any other error of a host of the site  it is reported as unreachable, to get another source
-            wrong bytes from the service           this process ends with the error
-            any other error of the service         the service is tried again
+            source              error                      reaction
+            host of the site    it has no bytes yet        it is used again, a few times
+            host of the site    any other                  the next report names it as unreachable
+            the service         it has sent wrong bytes    this process ends with the error
+            the service         any other                  it is used again
 
         Args:
             address: HOST:PORT of the source, a host of the site; "": the service.
@@ -318,11 +338,11 @@ class WeightsReceiver:
                 return
         elif not has_nothing_to_send or self._refusals[address] >= _MOST_REFUSALS:
             self._unreachable = (*self._unreachable, address)[-_MOST_UNREACHABLE:]
-        self._tell({"event": "broken", "source": address or "service", "reason": why(error)})
+        self._on_event({"event": "broken", "source": address or "service", "reason": why(error)})
         self._ended.wait(_RETRY_S)
 
     def _manifest_from(self, address: str, version: int) -> VersionManifest:
-        """Request the manifest of a version from the source with an address, and return it."""
+        """Request the manifest of a version from a source (HOST:PORT; "": the service), and return it."""
         stream = self._pool.take(address)
         try:
             manifest = stream.manifest(version)
@@ -333,7 +353,7 @@ class WeightsReceiver:
         return manifest
 
     def _stage(self, manifests: Sequence[VersionManifest]) -> list[StagedVersion]:
-        """Make the staging folders of versions, and reserve their space on the disk.
+        """Create a staging folder for each of some versions, and reserve the space on the disk.
 
         Raises:
             DiskError: There is too little space, for example. Folders without any chunk were removed.
@@ -356,7 +376,7 @@ class WeightsReceiver:
     def _pull_chunks(
         self, address: str, versions: Sequence[StagedVersion], required: list[int]
     ) -> None:
-        """Pull the missing chunks of versions. Move each version to its final folder once it is complete.
+        """Pull the missing chunks of versions, and move each complete version to its final folder.
 
         Args:
             address: HOST:PORT of the source, a host of the site; "": the service.
@@ -401,7 +421,7 @@ class WeightsReceiver:
                 self._finish(transfer, address)
                 self._store.remove_old(self._settings.keep, protected=required)
         except WrongDigest:
-            fetch.stop()  # before the files are removed to which its threads write
+            fetch.stop()  # its threads write to the files that are removed now
             for version in versions:
                 version.drop()
             raise
@@ -409,13 +429,13 @@ class WeightsReceiver:
             fetch.stop()
 
     def _finish(self, transfer: VersionTransfer, address: str) -> None:
-        """Move a version, of which all chunks are written, to its final folder, and report it as staged."""
+        """Move a complete version from its staging folder to its final folder, and report the event."""
         try:
             transfer.staged.finish()
         except OSError as error:
             raise _disk_error(self._store, error) from None
         self._arriving.remove(transfer.staged)
-        self._tell(
+        self._on_event(
             {
                 "event": "staged",
                 "version": transfer.manifest.version,
@@ -427,7 +447,7 @@ class WeightsReceiver:
         )
 
     def _count(self, transfer: VersionTransfer, count: int) -> None:
-        """Count bytes of a version that have arrived."""
+        """Add bytes of a version that have arrived to the totals of the transfer and of this process."""
         transfer.written_bytes += count
         self._received += count
         if transfer.is_over_wan:
@@ -447,43 +467,25 @@ class WeightsReceiver:
             return ReceivingStream(self._call_service(), "the service", self._limit)
         host, port = split_address(address)
         deadline = Deadline(HANDSHAKE_S, f"calling {address}")
-        channel = call(host, port, self._place.credentials, self._site, self._purpose(), deadline)
+        credentials = self._service.credentials
+        channel = call(host, port, credentials, self._site, self._introduction(), deadline)
         return ReceivingStream(channel, address, RateLimit())
 
     def _call_service(self) -> Channel:
-        return self._place.call(self._purpose(), Deadline(HANDSHAKE_S, "the service's handshake"))
+        deadline = Deadline(HANDSHAKE_S, "the service's handshake")
+        return self._service.call(self._introduction(), deadline)
 
-    def _purpose(self) -> dict[str, Any]:
-        """Return what this host says in the handshake of each connection. The "job" is the site's name."""
+    def _introduction(self) -> dict[str, Any]:
+        """Return the message that identifies this host in the handshake of each connection that it opens.
+
+        Its keys are those of joined jobs. The "job" is the name of the site.
+        """
         return {"purpose": PURPOSE, "job": self._site, "incarnation": self._host_id}
 
     def _disconnect(self) -> None:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-
-    def _serve_guest(self, guest: Guest) -> None:
-        """Send manifests and chunks to another host of the same site, until its connection ends.
-
-        Runs in the thread of the connection, which ends with the OSError of a lost connection.
-
-        Args:
-            guest: Connection that the listener has accepted, before its handshake.
-        """
-        deadline = Deadline(HANDSHAKE_S, "the handshake")
-        try:
-            channel, purpose, _ = answer(
-                guest.socket, self._place.credentials, deadline, on_tls=guest.becomes
-            )
-        except (NotHolmes, Refused):
-            return
-        if purpose.get("job") != self._site or purpose.get("purpose") != PURPOSE:
-            return  # of another site, or not for weights
-        if not guest.admit():
-            return  # too many hosts are connected
-        stream = SendingStream(channel, self._store, RateLimit(), arriving=self._arriving)
-        while not self._ended.is_set():
-            stream.answer(stream.next_request())
 
 
 def _list_or_empty(value: object) -> list[Any]:

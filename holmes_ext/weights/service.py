@@ -1,16 +1,17 @@
-"""Service of `holmes join serve` that sends published weights to the sites, and decides when they switch.
+"""Part of `holmes join serve` that sends versions of the weights to sites, and decides when they switch.
 
-A receiving host keeps one connection for reports, and opens others for chunks while it pulls (exchange.py):
+A host that receives versions keeps one connection to this service for reports, and opens others to pull
+chunks of versions (exchange.py). This is the report, and the service's answer:
 
     {"op": "report", "report": {...}, "seen": TOKEN, "wait": SECONDS}
         -> {"token": TOKEN, "versions": [...], "commit": N or null, "source":
             {"address": ..., "versions": [...]}, "manifests": [...]}
 
     report     state of the host: class HostReport
-    token      text that is equal for equal answers; "seen" is the token of the last answer to the host
+    token      text that is equal for equal answers; "seen" is the token of the last answer that the host got
     versions   numbers of the versions that the host should have
     commit     number of the version that the host should use
-    source     process from which the host should pull, and the versions to pull: class Source
+    source     where the host should pull, and which versions: class Source
     manifests  of the versions to pull, if the service is the source
 
 The answer comes as soon as its token differs from the one that the host has seen, or after `wait` seconds. So
@@ -36,7 +37,7 @@ from holmes_ext.weights.manifest import VersionManifest
 from holmes_ext.weights.monitor import Monitor, monitored
 from holmes_ext.weights.origin import origin_of
 from holmes_ext.weights.publishing import store_of_run
-from holmes_ext.weights.rate import RateLimit, checked_rate
+from holmes_ext.weights.rate import RateLimit, parse_rate_limit
 from holmes_ext.weights.sites import HostReport, Sites
 from holmes_ext.weights.store import MissingVersion, VersionStore
 from holmes_ext.words import tell_user, why
@@ -62,10 +63,10 @@ _MOST_OF_SITE = 256
 
 @contextlib.contextmanager
 def serve_weights(server: CoordinatorServer) -> Iterator[None]:
-    """Run the service of weights, as a part of `holmes join serve`, while the block runs.
+    """Context manager that lets `holmes join serve` also send published versions of the weights.
 
-    The server gives the service all connections with the purpose PURPOSE, and includes the service's status
-    in its own. Weights are not sent while joined jobs exchange data (RateLimit).
+    The server passes all connections with the purpose PURPOSE to the service of weights, and includes the
+    status of this service in its own status. No weights are sent while joined jobs exchange data (RateLimit).
 
     Args:
         server: The server of `holmes join serve`.
@@ -74,7 +75,7 @@ def serve_weights(server: CoordinatorServer) -> Iterator[None]:
         HolmesError: The store, or an environment variable, cannot be used.
     """
     rate_text = os.environ.get(RATE_VARIABLE)
-    bits_per_second = checked_rate(rate_text, RATE_VARIABLE) if rate_text else 0.0
+    bits_per_second = parse_rate_limit(rate_text, RATE_VARIABLE) if rate_text else 0.0
     limit = RateLimit(bits_per_second, lambda: server.is_exchanging)
     store = store_of_run(os.environ, server.port)
     service = WeightsService(store, limit)
@@ -92,10 +93,10 @@ def serve_weights(server: CoordinatorServer) -> Iterator[None]:
 
 
 class WeightsService:
-    """Sends the versions of a store to receiving hosts, and commits them.
+    """Sends versions of the weights to the hosts of all sites, and decides when they switch to a version.
 
     Args:
-        store: The store, to which `holmes weights publish` adds versions.
+        store: Folder of the versions that `holmes weights publish` has added.
         limit: Limit on the rate of all streams together.
     """
 
@@ -116,33 +117,33 @@ class WeightsService:
         self._commit_after = time.monotonic() + _GRACE_S
         if store.wanted == store.current:
             self._commit_after = 0.0
-        self._has_news = False  # hosts have reported news since the last look at the store
+        self._has_news = False  # hosts have reported news since the last call of _update()
         self._printed_problem = ""  # problem of the store that was printed last
-        self._manifests: dict[
-            int, VersionManifest
-        ] = {}  # version -> manifest that was sent to hosts
-        self._look()
+        # Version -> manifest that was sent to hosts.
+        self._manifests: dict[int, VersionManifest] = {}
+        self._update()
 
     def close(self) -> None:
-        """End watch(), and the waits of all reports."""
+        """Let watch() return, and answer all reports that wait for news."""
         self._ended.set()
         with self._changed:
             self._changed.notify_all()
 
     def watch(self) -> None:
-        """Look at the store for new versions until close() is called."""
+        """Handle new versions in the store and news of the hosts until close() is called."""
         stamp: tuple[int, ...] = ()
-        looked = 0.0
+        updated_at = 0.0
         while not self._ended.wait(_LOOK_S):
-            with contextlib.suppress(OSError):  # _look() prints it
-                before, stamp = stamp, self._store.stamp()
-                is_changed = stamp != before or self._has_news
-                if not is_changed and time.monotonic() - looked < _WHOLE_LOOK_S:
+            with contextlib.suppress(OSError):  # _update() prints the error
+                stamp_before = stamp
+                stamp = self._store.stamp()
+                is_changed = stamp != stamp_before or self._has_news
+                if not is_changed and time.monotonic() - updated_at < _WHOLE_LOOK_S:
                     continue
-            looked = time.monotonic()
-            self._look()
+            updated_at = time.monotonic()
+            self._update()
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         """Read the versions in the store, forget silent hosts, and commit the wanted version if possible."""
         with self._changed:
             self._has_news = False
@@ -168,8 +169,9 @@ class WeightsService:
     def _required_versions(self) -> list[int]:
         """Return the versions that each host should have, in ascending order.
 
-        They are the newest published version, the one that the publisher wants to be committed, and the one
-        that is committed now. If such a version is a delta, all versions of its chain are included.
+        They are the newest published version, the version that the publisher wants to be committed, and the
+        version that is committed now. If such a version is a delta, the versions to which it must be applied
+        are included.
         """
         required: set[int] = set()
         for version in (*self._versions[-1:], self._store.wanted, self._store.current):
@@ -179,7 +181,7 @@ class WeightsService:
         return sorted(required)
 
     def _commit_if_staged(self) -> None:
-        """Commit the wanted version if all hosts that use the current one have staged it.
+        """Let all sites switch to the wanted version if all hosts that are up to date have received it.
 
         The caller holds the lock.
         """
@@ -193,7 +195,9 @@ class WeightsService:
             self._changed.notify_all()
 
     def answer(self, channel: Channel, site: str, host_id: str) -> None:
-        """Answer the requests of a connection until it ends. Runs in the thread of the connection.
+        """Answer the requests of a receiving host until its connection ends.
+
+        Runs in the thread of the connection.
 
         Args:
             channel: The connection.
@@ -232,13 +236,15 @@ class WeightsService:
             self._sent[site] += count
 
     def _report_reply(self, site: str, host_id: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Record the report of a host. Return the answer once it differs from the one that the host has seen.
+        """Record the report of a host, and return the answer as soon as there is news for the host.
+
+        There is news if the answer differs from the last answer to the host. Without news, the same answer is
+        returned after the number of seconds in the key "wait" of the request.
 
         Args:
             site: Site of the host.
             host_id: Random id of the host's process.
-            request: The report, as the top of this module shows it. If there is no news within its "wait"
-                seconds, the answer is the one that the host has seen already.
+            request: The request "report" as the docstring of this module shows it.
         """
         document = request.get("report")
         if not isinstance(document, dict):
@@ -268,7 +274,7 @@ class WeightsService:
                 self._changed.wait(left_s)
 
     def _instructions_for(self, host_id: str) -> dict[str, Any]:
-        """Return the answer to a host, without manifests: what it should pull, from where, and commit.
+        """Return the answer to a host without manifests: versions to pull, their source, version to commit.
 
         The caller holds the lock.
         """
@@ -282,18 +288,19 @@ class WeightsService:
         }
 
     def _manifests_for(self, reply: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the manifests of the versions that a host should pull from the service.
+        """Return manifests of the versions that a host should pull from the service, oldest first.
 
-        They spare the host a round trip. They have at most _MOST_CHUNKS_IN_ANSWER chunks together; the host
-        requests the others. The caller holds the lock.
+        They are a part of the answer, to save the round trip of a request for them. Together they have
+        at most _MOST_CHUNKS_IN_ANSWER chunks; the host requests the other manifests. The caller holds the
+        lock.
 
         Args:
-            reply: The answer to the host, with the source from which it should pull.
+            reply: The answer to the host, with the source.
         """
         documents: list[dict[str, Any]] = []
         is_service_source = not reply["source"]["address"]
         if not is_service_source:
-            return documents  # the host requests them from the host of its site from which it pulls
+            return documents  # the host requests them from the source, a host of its site
         chunks_left = _MOST_CHUNKS_IN_ANSWER
         for version in reply["source"]["versions"]:
             try:
@@ -308,15 +315,15 @@ class WeightsService:
         return documents
 
     def published_at(self, version: int) -> float | None:
-        """Return the time at which a version was published, in seconds since 1970; None: it was removed."""
+        """Return the publication time of a version, in seconds since 1970; None: the version was removed."""
         try:
-            # A version appears by the renaming of its folder, which changes st_ctime.
+            # Publishing ends with the renaming of the version's folder, and renaming sets st_ctime.
             return self._store.folder(version).stat().st_ctime
         except OSError:
             return None
 
     def status(self) -> dict[str, Any]:
-        """Return the state of the service: its versions and its hosts."""
+        """Return the published versions, and the state of the receiving hosts of all sites."""
         with self._changed:
             return {
                 "versions": self._versions,

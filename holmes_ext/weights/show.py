@@ -1,4 +1,4 @@
-"""What the commands of weights show on a terminal: the table of hosts, and the progress of a version."""
+"""Output of `holmes weights` on a terminal: the table of receiving hosts, and the progress of a transfer."""
 
 from __future__ import annotations
 
@@ -42,20 +42,25 @@ _UPDATE_S = 0.2
 
 
 def show_status(status: dict[str, Any]) -> None:
-    """Print the state of the service as a table with a row for each receiving host.
+    """Print the published versions, and a table with a row for each host that receives them.
 
     Args:
-        status: What `holmes weights status --json` prints.
+        status: The document that `holmes weights status --json` prints.
     """
     versions = status["versions"]
     title = f"{counted(len(versions), 'version')} published"
     if versions:
-        title += f", the newest is {versions[-1]}; {_in_use(status['current'], status['wanted'])}"
+        title += f", the newest is {versions[-1]}; {_committed_text(status['current'], status['wanted'])}"
     Screen().table(COLUMNS, [_row(host, versions) for host in status["hosts"]], title=title)
 
 
-def _in_use(current: int | None, wanted: int | None) -> str:
-    """Return the committed version and the wanted one in words; None: there is no such version."""
+def _committed_text(current: int | None, wanted: int | None) -> str:
+    """Return words such as "3 is committed, 4 as soon as all sites have it".
+
+    Args:
+        current: Version that all sites use now; None: there is none yet.
+        wanted: Version that they should use; None: there is none yet.
+    """
     text = "none is committed" if current is None else f"{current} is committed"
     if wanted != current:
         text += f", {wanted} as soon as all sites have it"
@@ -63,26 +68,32 @@ def _in_use(current: int | None, wanted: int | None) -> str:
 
 
 def _row(host: dict[str, Any], versions: list[int]) -> list[str]:
+    """Return the cells of a row of the table, in the order of COLUMNS.
+
+    Args:
+        host: State of the host, from the status.
+        versions: All published versions, in ascending order.
+    """
     return [
         printable(str(host["site"])),
         printable(str(host["host"])),
-        _number(host["current"]),
-        _number(host["newest"]),
-        _arriving(host),
+        _version_text(host["current"]),
+        _version_text(host["newest"]),
+        _arriving_text(host),
         format_rate(host["bits_per_second"], 3) if host["bits_per_second"] else "",
-        _lag(host, versions),
+        _lag_text(host, versions),
         format_bytes(host["wan_bytes"]),
         format_bytes(host["site_bytes"]),
         f"{host['heard_s']:.0f}",
     ]
 
 
-def _number(version: int | None) -> str:
+def _version_text(version: int | None) -> str:
     return "" if version is None else str(version)
 
 
-def _arriving(host: dict[str, Any]) -> str:
-    """Return the version that a host receives and how much of it has arrived, such as "12 (40%)"."""
+def _arriving_text(host: dict[str, Any]) -> str:
+    """Return the version that a host receives now, and the share that has arrived, such as "12 (40%)"."""
     if host["receiving"] is None:
         return ""
     if not host["size_bytes"]:
@@ -91,8 +102,12 @@ def _arriving(host: dict[str, Any]) -> str:
     return f"{host['receiving']} ({share:.0%})"
 
 
-def _lag(host: dict[str, Any], versions: list[int]) -> str:
-    """Return how many versions a host lacks, and since when, such as "2 versions, 31 s"; "": none."""
+def _lag_text(host: dict[str, Any], versions: list[int]) -> str:
+    """Return the number of newer versions that a host lacks, and its lag, such as "2 versions, 31 s".
+
+    Returns:
+        "" if the host has the newest version.
+    """
     newest = host["newest"]
     missing = [version for version in versions if newest is None or version > newest]
     if not missing:
@@ -102,11 +117,13 @@ def _lag(host: dict[str, Any], versions: list[int]) -> str:
 
 @contextmanager
 def progress_bar(receiver: WeightsReceiver, is_quiet: bool) -> Iterator[None]:
-    """Show a progress bar for each version that is received, while the block runs.
+    """Context manager that shows a progress bar for the version that a receiver receives.
+
+    The bar is on standard error. Nothing is shown if standard error is no terminal.
 
     Args:
-        receiver: The receiving host.
-        is_quiet: Never show it. It is also not shown if standard error is no terminal.
+        receiver: The receiver.
+        is_quiet: Whether to show nothing in any case.
     """
     console = Console(stderr=True)
     if is_quiet or not console.is_terminal:
@@ -134,13 +151,13 @@ def progress_bar(receiver: WeightsReceiver, is_quiet: bool) -> Iterator[None]:
 
 
 def _update_bars(progress: Progress, receiver: WeightsReceiver, ended: threading.Event) -> None:
-    """Show how much of the version that a host receives now has arrived. Runs in a thread of its own.
+    """Update the progress bar of the version that a receiver receives, until `ended` is set.
 
-    Each version has a bar of its own, which is removed when the next version begins.
+    Runs in a thread. When another version begins to arrive, a new bar replaces the old one.
 
     Args:
-        progress: Display of the bars on the terminal.
-        receiver: The receiving host.
+        progress: Display of bars on the terminal.
+        receiver: The receiver.
         ended: Set by the caller to end this function.
     """
     bar: TaskID | None = None

@@ -1,13 +1,15 @@
-"""Rules of the service of weights: which host pulls over the WAN, and when all sites switch.
+"""Decides from where each host pulls versions of the weights, and when all sites switch to a new version.
 
-These rules use no sockets and no clock: callers give them the reports of the hosts, and the time.
+The service is the part of `holmes join serve` that sends versions. A site is a data centre with hosts that
+receive them. This module uses no sockets and no clock: the service calls it with the reports of the hosts,
+and with the time.
 
-source    the first host of a site (by its arrival) pulls from `holmes join serve`. Each other host pulls
-          from the one that arrived before it, while that one receives, or from any host of the site that
-          has the version. So each version crosses the WAN once, and each host sends it on once
-commit    a version is committed when all hosts that use the current version have staged it, so all its
-          files are there. A host that does not use the current version yet, such as a new one, does not
-          delay the others
+source    the host of a site that connected first pulls from the service. Each other host pulls from the host
+          of the site that connected before it, while that host itself receives, or from any host of the site
+          that has the version. So each version crosses the WAN once, and each host sends it on once
+commit    all sites switch to a version (it is committed) when all hosts that use the current version have
+          staged the new version: all of its files are there. A host that does not use the current version,
+          such as a new host, does not delay the others
 """
 
 from __future__ import annotations
@@ -19,30 +21,30 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 
-#: Seconds without a report after which a host does not count any more.
+#: A host is forgotten if it sends no report for this number of seconds.
 SILENCE_S = 30.0
-#: Versions that a report may name.
+#: Most versions that a report may name.
 _MOST_VERSIONS = 10_000
-#: Addresses that a report may name.
+#: Most addresses that a report may name.
 _MOST_ADDRESSES = 64
-#: Characters of a name or an address.
+#: Most characters of a name or an address.
 _LONGEST_TEXT = 300
 
 
 @dataclass(frozen=True)
 class HostReport:
-    """State of a receiving host, as it reports it to the service."""
+    """Report of a receiving host to the service: versions, address, and progress of a transfer."""
 
-    host: str  # name for the user
-    address: str  # HOST:PORT at which other hosts of the site pull from it; "": none
+    host: str  # name of the host, for the user
+    address: str  # HOST:PORT for other hosts of the site that pull from it; "": none
     staged: tuple[int, ...]  # complete versions, whether they are in use or not
     current: int | None  # version that the host uses; None: it uses none yet
-    unreachable: tuple[str, ...] = ()  # addresses of other hosts that did not answer
-    received: int = 0  # bytes of chunks from other processes since its start
-    received_wan: int = 0  # part of them that came over the WAN, from the service
-    version: int | None = None  # that the host receives now; None: it receives none
+    unreachable: tuple[str, ...] = ()  # addresses of other hosts that it could not pull from
+    received: int = 0  # bytes of chunks that it has received since its start
+    received_wan: int = 0  # the part of them that came over the WAN, from the service
+    version: int | None = None  # version that the host receives now; None: it receives none
     version_bytes: int = 0  # bytes of `version` that are written on the host
-    version_size: int = 0  # bytes of `version` in all
+    version_size: int = 0  # size of `version`, in bytes
 
     def __post_init__(self) -> None:
         if len(self.staged) > _MOST_VERSIONS or len(self.unreachable) > _MOST_ADDRESSES:
@@ -54,15 +56,15 @@ class HostReport:
 
 @dataclass(frozen=True)
 class Source:
-    """Process from which a host pulls its missing versions."""
+    """Instruction for a receiving host: the process to pull from, and the versions to pull."""
 
     address: str  # HOST:PORT of a host of the same site; "": the service, over the WAN
-    versions: tuple[int, ...] = ()  # missing versions to pull from it now, oldest first
+    versions: tuple[int, ...] = ()  # oldest first; none if the host has all versions
 
 
 @dataclass
 class SiteHost:
-    """A receiving host that is connected to the service."""
+    """Receiving host that is connected to the service, with its latest report."""
 
     site: str
     report: HostReport
@@ -74,18 +76,18 @@ class SiteHost:
 
 
 class Sites:
-    """Table of the receiving hosts of all sites, which decides what each host should do.
+    """Table of the receiving hosts of all sites, for deciding what each of them should do.
 
-    report(), gone() and forget_silent() keep the table up to date. source() says from where a host pulls,
+    report(), gone() and forget_silent() keep the table up to date. source() decides from where a host pulls,
     and may_commit() whether all sites can switch to a version. Not thread-safe.
     """
 
     def __init__(self) -> None:
-        # Random id of a host's process -> the host, in the order in which the hosts connected first.
+        # Random id of a host's process -> the host. The host that connected first is the first.
         self._hosts: dict[str, SiteHost] = {}
 
     def report(self, host_id: str, site: str, report: HostReport, now: float) -> bool:
-        """Record the report of a host.
+        """Record the latest report of a host; add the host to the table if it is new.
 
         Args:
             host_id: Random id of the host's process.
@@ -94,7 +96,8 @@ class Sites:
             now: Time of the report, by time.monotonic().
 
         Returns:
-            Whether the report may change what other hosts should do.
+            Whether the decisions for other hosts may change: the host is new, or its address or its versions
+            are not those of its last report.
         """
         host_before = self._hosts.get(host_id)
         self._hosts[host_id] = SiteHost(site, report, now)  # keeps the position of a connected host
@@ -109,22 +112,22 @@ class Sites:
         return not is_same_for_others
 
     def gone(self, host_id: str) -> None:
-        """Forget a host whose connection has ended."""
+        """Remove a host whose connection has ended from the table."""
         self._hosts.pop(host_id, None)
 
     def forget_silent(self, now: float) -> None:
-        """Forget hosts without a report for SILENCE_S seconds."""
+        """Remove hosts that have sent no report for SILENCE_S seconds from the table."""
         for host_id, host in list(self._hosts.items()):
             if now - host.heard > SILENCE_S:
                 del self._hosts[host_id]
 
     def source(self, host_id: str, versions: Iterable[int]) -> Source:
-        """Return the process from which a host should pull, and the versions to pull from it.
+        """Choose the process that a host should pull from, and the versions to pull.
 
         In this order of preference:
 
-            1. a host of the same site that has staged the oldest missing version
-            2. the host of the same site that connected last before this one: it gets the versions itself
+            1. a host of the same site that has all files of the oldest missing version
+            2. the host of the same site that connected last before this host: it is receiving the versions
             3. the service, over the WAN
 
         Args:
@@ -132,28 +135,24 @@ class Sites:
             versions: Versions that the host should have, oldest first.
 
         Returns:
-            The source; without versions if none is missing. Then the host opens connections to the source
-            for the next version.
+            The source. If no version is missing, the host only opens connections to it, for the next version.
         """
         host = self._hosts[host_id]
         missing = tuple(version for version in versions if version not in host.staged)
-        predecessor_address = ""  # of the service, if no host of the site connected earlier
-        is_earlier = True  # whether `other` connected before this host
-        for other_id, other in self._hosts.items():
-            if other_id == host_id:
-                is_earlier = False
-                continue
-            if other.site != host.site or not self._is_reachable(host, other):
-                continue
+        host_ids = list(self._hosts)
+        position = host_ids.index(host_id)
+        earlier = self._possible_sources(host, host_ids[:position])
+        later = self._possible_sources(host, host_ids[position + 1 :])
+        for other in earlier:
             if missing and missing[0] in other.staged:
-                if is_earlier:
-                    return Source(other.report.address, missing)
-                # A later host may wait for this host itself with the versions that it has not staged.
+                return Source(other.report.address, missing)
+        for other in later:
+            if missing and missing[0] in other.staged:
+                # The later host may itself wait for this host with versions that it has not staged.
                 return Source(other.report.address, _leading_staged(missing, other.staged))
-            if is_earlier:
-                predecessor_address = other.report.address
-        # A host that still waits for a version is a source of it only for later hosts. So no two hosts wait
-        # for each other.
+        # A host that has not staged a version is a source of it only for hosts that connected later. So no
+        # two hosts wait for each other.
+        predecessor_address = earlier[-1].report.address if earlier else ""
         return Source(predecessor_address, missing)
 
     def _is_reachable(self, host: SiteHost, other: SiteHost) -> bool:
@@ -161,14 +160,21 @@ class Sites:
         address = other.report.address
         return bool(address) and address not in host.report.unreachable
 
-    def may_commit(self, version: int, current: int | None) -> bool:
-        """Return whether all sites can switch to a version: no host must wait for it that is up to date.
+    def _possible_sources(self, host: SiteHost, host_ids: Iterable[str]) -> list[SiteHost]:
+        """Return those of some hosts that are of the same site as `host`, and that it can reach."""
+        others = [self._hosts[host_id] for host_id in host_ids]
+        return [
+            other for other in others if other.site == host.site and self._is_reachable(host, other)
+        ]
 
-        Only hosts that use the current version must have staged the next one. A host that uses another
-        version, or none, has fallen behind or is new: it does not delay the switch.
+    def may_commit(self, version: int, current: int | None) -> bool:
+        """Return whether all sites can switch to a version: all hosts that are up to date have all its files.
+
+        Hosts that use the current version are up to date. A host that uses another version, or none, has
+        fallen behind or is new: it does not delay the switch.
 
         Args:
-            version: The next version, to which all sites should switch.
+            version: The next version.
             current: The version that is committed now. None: no version is committed yet; then all hosts
                 must have staged the next one.
         """
@@ -179,7 +185,7 @@ class Sites:
         return True
 
     def status(self, now: float) -> list[dict[str, Any]]:
-        """Return the state of each host, as `holmes weights status --json` prints it."""
+        """Return the state of each host, sorted by site and name, for the status of the service."""
         return [
             {
                 "site": host.site,
@@ -203,5 +209,5 @@ def _site_and_name(host: SiteHost) -> tuple[str, str]:
 
 
 def _leading_staged(missing: tuple[int, ...], staged: frozenset[int]) -> tuple[int, ...]:
-    """Return the first of the missing versions, up to the one before the first that is not staged."""
+    """Return the missing versions before the first of them that is not in `staged`."""
     return tuple(itertools.takewhile(lambda version: version in staged, missing))

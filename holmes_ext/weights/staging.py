@@ -1,11 +1,13 @@
-"""Versions while they arrive: chunks are written in any order, and can be read as soon as they are written.
+"""Versions of the weights that are still arriving at a host: their chunks are written in any order.
+
+A chunk can be read as soon as it is written, so that the host can send it on to other hosts.
 
     DIR/.holmes/staging/13/manifest.json   manifest of the version that arrives
     DIR/.holmes/staging/13/files/          its files, at their full size; missing chunks are zeros
     DIR/.holmes/staging/13/done            one byte for each chunk: 1 if it was written
 
-A transfer that is interrupted goes on with the chunks that are missing. After a crash of the machine, `done`
-may be on the disk before the chunks are. So the chunks that it lists are checked before they count.
+After an interruption, only the missing chunks are transferred. After a crash of the machine, `done` may be on
+the disk while the chunks are not. So the SHA-256 of each chunk that it lists is checked again.
 """
 
 from __future__ import annotations
@@ -29,28 +31,32 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class StagedVersion:
-    """Version that is arriving: some of its chunks may be missing. Threads may write different chunks.
+    """Version of the weights that is arriving at this host: some of its chunks may still be missing.
+
+    Several threads may write different chunks at the same time.
 
     Args:
         manifest: Manifest of the version.
         folder: Staging folder of the version. If an earlier transfer of the same manifest was interrupted,
             its chunks are used again.
-        appear: Moves the folder with the files of the complete version to its final place in the store;
-            VersionStore.appear.
+        add_to_store: Moves the folder with the files of the complete version to its final name;
+            VersionStore.add_complete.
     """
 
     def __init__(
         self,
         manifest: VersionManifest,
         folder: Path,
-        appear: Callable[[VersionManifest, Path], None],
+        add_to_store: Callable[[VersionManifest, Path], None],
     ):
         self.manifest = manifest
         self.files = folder / "files"
-        self._appear = appear
+        self._add_to_store = add_to_store
         self._folder = folder
         self._done_file = folder / "done"
-        self._written = threading.Condition()  # also the lock of the three fields below
+        self._written = (
+            threading.Condition()
+        )  # also the lock of _missing and the three fields below
         self._is_closed = False
         self._unsynced_bytes = 0  # written since the last fdatasync()
         self._users = 0  # threads that read or write a chunk now
@@ -67,7 +73,7 @@ class StagedVersion:
             raise
 
     def _prepare(self) -> None:
-        """Make the staging folder; empty it if an earlier try was for another manifest."""
+        """Create the staging folder, without the files of an earlier transfer of another manifest."""
         manifest_file = self._folder / "manifest.json"
         try:
             is_same = manifest_file.read_text() == self.manifest.text()
@@ -114,7 +120,7 @@ class StagedVersion:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether the version was closed: it is complete, or its transfer has ended."""
+        """Return whether close() was called: the version is complete, or its transfer has ended."""
         with self._written:
             return self._is_closed
 
@@ -137,7 +143,7 @@ class StagedVersion:
             seconds: Longest wait.
 
         Returns:
-            None if the chunk was not written in time, or the version was closed (see is_closed).
+            The bytes; None: the chunk was not written in time, or close() was called.
         """
         with self._written:
             self._written.wait_for(lambda: self._is_closed or index not in self._missing, seconds)
@@ -160,7 +166,7 @@ class StagedVersion:
             Whether the SHA-256 is right. If not, nothing was written.
 
         Raises:
-            OSError: The chunk cannot be written, or the version was closed.
+            OSError: The chunk cannot be written, or close() was called.
         """
         chunk = self.manifest.chunks[index]
         if hashlib.sha256(data).hexdigest() != chunk.digest:
@@ -181,7 +187,7 @@ class StagedVersion:
         return True
 
     def _sync_sometimes(self, descriptor: int, count: int) -> None:
-        """Count written bytes; force the file to the disk once for every _SYNC_BYTES of them."""
+        """Add to the number of written bytes; force a file to the disk after every _SYNC_BYTES of them."""
         with self._written:
             self._unsynced_bytes += count
             if self._unsynced_bytes < _SYNC_BYTES:
@@ -191,12 +197,15 @@ class StagedVersion:
         os.fdatasync(descriptor)
 
     def _release(self) -> None:
+        """Let close() close the files as soon as no thread reads or writes a chunk."""
         with self._written:
             self._users -= 1
             self._written.notify_all()
 
     def finish(self) -> None:
-        """Move the complete version to its final place in the store. All chunks must have been written.
+        """Force the complete version to the disk, and move it to its final folder, where readers see it.
+
+        All chunks must have been written.
 
         Raises:
             OSError: The files cannot be forced to the disk, or cannot be moved.
@@ -206,7 +215,7 @@ class StagedVersion:
         folders = {path for path in self.files.rglob("*") if path.is_dir()}
         for folder in (self.files, *folders):
             sync_folder(folder)
-        self._appear(self.manifest, self.files)
+        self._add_to_store(self.manifest, self.files)
         self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -217,7 +226,7 @@ class StagedVersion:
                 return
             self._is_closed = True
             self._written.notify_all()
-            # The numbers of closed descriptors may be those of other files soon.
+            # A thread must not use a closed descriptor: its number may soon be that of another file.
             self._written.wait_for(lambda: self._users == 0)
             for descriptor in (*self._descriptors, self._done):
                 os.close(descriptor)
@@ -229,9 +238,9 @@ class StagedVersion:
 
 
 class ArrivingVersions:
-    """The versions that are arriving at this host, by number. Thread-safe.
+    """Table of the versions of the weights that are arriving at this host, by number. Thread-safe.
 
-    A host sends chunks of these versions on to other hosts of its site before the versions are complete.
+    The host sends chunks of these versions on to other hosts of its site before the versions are complete.
     """
 
     def __init__(self) -> None:
@@ -239,7 +248,7 @@ class ArrivingVersions:
         self._staged: dict[int, StagedVersion] = {}
 
     def add(self, staged: StagedVersion) -> None:
-        """Add a version whose chunks are about to arrive."""
+        """Add a version before its first chunk arrives."""
         with self._changed:
             self._staged[staged.manifest.version] = staged
             self._changed.notify_all()

@@ -1,15 +1,15 @@
-"""Store of versions of the weights, in a folder of the publisher and of each receiving host.
+"""Folder that holds the versions of a model's weights, at the publisher and at each receiving host.
 
     DIR/12/                         version 12, complete and checked
-    DIR/current                     link to the version in use (committed)
+    DIR/current                     link to the version in use (the committed version)
     DIR/.holmes/manifests/12.json   manifest of version 12
     DIR/.holmes/staging/13/         version 13 while it arrives: manifest.json, files/, done
-    DIR/.holmes/removed/            versions that are being removed, or collected by the publisher
+    DIR/.holmes/removed/            versions that are being removed, or copied by the publisher
     DIR/.holmes/commit              number of the version that the publisher wants to be committed
     DIR/.holmes/lock                locked while a process adds versions
 
-A version appears by the renaming of its folder, after all its bytes are on the disk. So a reader of DIR/12
-never sees a part of a version, also after a crash. `current` is replaced by renaming, too.
+When all bytes of a version are on the disk, its folder is renamed to DIR/12. So a reader of DIR/12 never sees
+a part of a version, also after a crash. `current` is replaced by renaming, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DIGITS = 12
 
 
 class MissingVersion(HolmesError):
-    """Error: a store does not have a version."""
+    """Error: the requested version of the weights is not in the store."""
 
 
 class VersionStore:
@@ -60,7 +60,7 @@ class VersionStore:
         self._parents: dict[tuple[int, int, int], int | None] = {}
 
     def make(self) -> None:
-        """Make the folder and its private sub-folders unless they exist.
+        """Create the folder of the store and its private sub-folders unless they exist.
 
         Raises:
             HolmesError: A folder cannot be made.
@@ -75,9 +75,9 @@ class VersionStore:
 
     @contextlib.contextmanager
     def adding(self) -> Iterator[None]:
-        """Hold the store's lock for adding versions while the block runs.
+        """Context manager that locks the store, so that no other process adds versions to it.
 
-        Before the block, the folders are removed that a killed process has left half removed or half copied.
+        First it removes folders that a killed process has left incomplete.
 
         Raises:
             HolmesError: Another process holds the lock.
@@ -97,11 +97,11 @@ class VersionStore:
             os.close(descriptor)
 
     def folder(self, version: int) -> Path:
-        """Return the folder of a version, which need not exist."""
+        """Return the path of the folder of a version; the folder need not exist."""
         return self.path / str(version)
 
     def has(self, version: int) -> bool:
-        """Return whether a version is complete."""
+        """Return whether the store has all files of a version."""
         return self.folder(version).is_dir() and self._manifest_file(version).is_file()
 
     def versions(self) -> list[int]:
@@ -126,7 +126,7 @@ class VersionStore:
         return load_json(file, _DAMAGED).into(VersionManifest)
 
     def chain(self, version: int) -> list[int]:
-        """Return the numbers of the versions that together make up a version, the full version first.
+        """Return the versions that make up a version: a full version, then the deltas to apply to it.
 
         If 12 is a delta to 11, and 11 is a delta to the full version 10, the chain of 12 is [10, 11, 12].
 
@@ -141,7 +141,7 @@ class VersionStore:
         return newest_first[::-1]
 
     def _parent_of(self, version: int) -> int | None:
-        """Return the version to which a complete version is a delta; None: it is a full version."""
+        """Return the parent of a complete version that is a delta; None: it is a full version."""
         try:
             self.folder(version).stat()
             state = self._manifest_file(version).stat()
@@ -154,7 +154,7 @@ class VersionStore:
 
     @property
     def current(self) -> int | None:
-        """Return the version in use, to which PATH/current links; None: no version is committed yet."""
+        """Return the version in use, the target of the link PATH/current; None: there is none yet."""
         try:
             target = os.readlink(self.path / _CURRENT)
         except OSError:
@@ -163,7 +163,7 @@ class VersionStore:
         return int(target) if is_version else None
 
     def commit(self, version: int) -> None:
-        """Make a complete version the current one: let the link PATH/current lead to it.
+        """Make a complete version the one in use: replace the link PATH/current by a link to it.
 
         Raises:
             MissingVersion: There is no such version.
@@ -182,7 +182,10 @@ class VersionStore:
 
     @property
     def wanted(self) -> int | None:
-        """Return the version that the publisher wants all sites to use next or now; None: no version."""
+        """Return the version that the publisher wants all sites to use; None: there is none.
+
+        After they have switched, `wanted` and `current` are equal.
+        """
         try:
             text = self._commit_file.read_text()
         except OSError:
@@ -190,17 +193,17 @@ class VersionStore:
         return int(text) if text.isdecimal() and len(text) <= _DIGITS else None
 
     def want(self, version: int) -> None:
-        """Make a version the wanted one: the service commits it as soon as all sites have staged it."""
+        """Record that all sites should switch to a version as soon as their hosts have it completely."""
         write_whole(self._commit_file, str(version))
 
     def stage(self, manifest: VersionManifest) -> StagedVersion:
-        """Make the staging folder in which a version arrives, or use that of an interrupted transfer.
+        """Prepare to receive a version: create its staging folder, or reuse that of an interrupted transfer.
 
         Args:
             manifest: Manifest of the version.
 
         Returns:
-            The version with the chunks that an earlier transfer has written.
+            The version, perhaps with chunks of an earlier transfer.
 
         Raises:
             HolmesError: The version is complete already.
@@ -210,22 +213,22 @@ class VersionStore:
         if os.path.lexists(final):
             raise HolmesError(f"{final}: exists already; a version never changes")
         folder = self._private / "staging" / str(manifest.version)
-        return StagedVersion(manifest, folder, appear=self.appear)
+        return StagedVersion(manifest, folder, add_to_store=self.add_complete)
 
     def stamp(self) -> tuple[int, ...]:
-        """Return a value that changes when a version is added, removed, committed or wanted.
+        """Return a value that changes whenever a version is added, removed, committed or wanted.
 
-        The value holds the modification times of two folders, so reading it is cheap.
+        The value consists of the modification times of two folders, so computing it is cheap.
         """
         return tuple(os.stat(path).st_mtime_ns for path in (self.path, self._private))
 
-    def publishing(self, version: int) -> Path:
-        """Make and return an empty folder into which the publisher copies the files of a new version."""
+    def new_partial_folder(self, version: int) -> Path:
+        """Create and return an empty folder for the files of a new version that the publisher copies."""
         folder = self._private / "removed" / f"{version}-{secrets.token_hex(8)}"
-        folder.mkdir()  # if this process is killed, the next call of adding() removes the folder
+        folder.mkdir()  # if this process is killed, the next use of adding() removes the folder
         return folder
 
-    def appear(self, manifest: VersionManifest, files: Path) -> None:
+    def add_complete(self, manifest: VersionManifest, files: Path) -> None:
         """Add a complete version to the store: write its manifest, and move its files to PATH/NUMBER.
 
         Readers see the version only after the last step, the renaming of the folder.
@@ -244,13 +247,13 @@ class VersionStore:
         sync_folder(self.path)
 
     def remove_old(self, keep: int, protected: Collection[int] = ()) -> list[int]:
-        """Remove old versions.
+        """Remove old versions and their staging folders.
 
-        The newest `keep` versions stay, and the protected, current and wanted ones. All versions of their
-        chains stay, too, because a delta cannot be used without them.
+        The newest `keep` versions stay, and the protected, current and wanted ones. If such a version is a
+        delta, the other versions of its chain stay, too.
 
         Args:
-            keep: How many of the newest versions stay.
+            keep: Number of the newest versions that stay.
             protected: Further versions that stay, also those that are still arriving.
 
         Returns:
@@ -262,7 +265,7 @@ class VersionStore:
         for version in needed:
             if version is None or version in staying or not self.has(version):
                 continue
-            with contextlib.suppress(MissingVersion):  # a parent was removed by a user
+            with contextlib.suppress(MissingVersion):  # a user has removed a version of the chain
                 staying.update(self.chain(version))
             staying.add(version)
         old = [version for version in versions if version not in staying]
@@ -294,14 +297,14 @@ class VersionStore:
 
 
 class ChunkReader:
-    """Reads chunks of the versions in a store. Not thread-safe."""
+    """Reader of single chunks of the files of complete versions. Not thread-safe."""
 
     def __init__(self, store: VersionStore):
         self._store = store
         self._manifest: VersionManifest | None = None  # of the version that was read last
 
     def read(self, version: int, index: int) -> bytes:
-        """Return the bytes of a chunk.
+        """Read a chunk from the disk, and return its bytes.
 
         Args:
             version: Number of a complete version.

@@ -1,4 +1,4 @@
-"""Pool of streams (connections) to the source of versions, which stay open between versions.
+"""Pool of connections (streams) for pulling versions of the weights, which stay open between versions.
 
 Opening a stream takes several round trips, and TCP needs some more until it sends at the rate of the link. So
 streams are opened before the first version comes, and the next version uses the same ones.
@@ -15,7 +15,7 @@ from holmes_ext.weights.exchange import ReceivingStream
 
 
 class StreamPool:
-    """Open streams to one source that no transfer uses now. Thread-safe.
+    """Pool of open connections (streams) to one source that no transfer uses now. Thread-safe.
 
     A source is the process from which versions are pulled: a host of the same site with the address
     HOST:PORT, or the service, for which all methods take the address "". If another address is used, the
@@ -96,7 +96,7 @@ class StreamPool:
             stream.close()
 
     def _use(self, address: str) -> None:
-        """Make an address that of the pool's source; close the streams to the former source."""
+        """Set the address of the source; if it is another one, close the streams to the former source."""
         with self._lock:
             if address == self._address:
                 return
@@ -113,7 +113,7 @@ class StreamPool:
             stream.close()
 
     def close(self) -> None:
-        """Close all unused streams; streams that are given back later are closed, too."""
+        """Close all unused streams. A stream that is given back later is closed at once."""
         with self._lock:
             self._is_closed = True
             unused, self._idle = self._idle, []

@@ -169,7 +169,7 @@ def test_folders_that_cannot_be_published(tmp_path, store, folder):
 
 def test_a_killed_publisher_leaves_nothing(store, folder):
     store.make()
-    (store.publishing(1) / "model.bin").write_text("half")
+    (store.new_partial_folder(1) / "model.bin").write_text("half")
     publish_folder(folder, store, 1)
     assert not list((store.path / ".holmes" / "removed").iterdir())
 

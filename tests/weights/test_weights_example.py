@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from rl_stacks import imported
+from safetensors.torch import load_file
 from weights_runs import Process, environment, free_port, until
 
 from holmes_ext import weights
@@ -77,3 +79,15 @@ def test_publish_twice_by_the_public_function(served, tmp_path, monkeypatch):
     (tmp_path / "made" / "a").write_text("a")
     weights.publish(tmp_path / "made", 1, port=port)
     weights.publish(tmp_path / "made", 2, parent=1, port=port)
+
+
+def test_a_delta_has_all_bits_that_differ(tmp_path):
+    """The sign of zero changes, and a NaN stays: equality of numbers would miss the first."""
+    before = {"a": torch.tensor([[0.0, 1.0], [2.0, float("nan")]]).bfloat16(), "b": torch.ones(())}
+    after = {"a": torch.tensor([[-0.0, 1.0], [3.0, float("nan")]]).bfloat16(), "b": torch.ones(())}
+    with imported((), {}, [EXAMPLE]) as load:
+        files = load("weight_files")
+        files.save_delta(tmp_path, after, before)
+        assert len(load_file(tmp_path / "delta.safetensors")["a:positions"]) == 2
+        files.apply_delta(tmp_path, before)
+        assert files.digest(before) == files.digest(after)

@@ -284,3 +284,15 @@ def test_a_site_without_a_certificate_or_revoked_is_refused(run, tmp_path):
     assert holmes(run.home, "join", "revoke", "east", "--port", run.port).returncode == 0
     assert receiver.wait() == 2, receiver.lines
     assert "was revoked" in receiver.lines[-1]
+
+
+def test_a_receiver_without_a_service_ends_with_one_line(run, tmp_path, monkeypatch):
+    invitation = run.invite("east", run.port)
+    run.serve.kill()
+    monkeypatch.setattr("holmes_ext.weights.cli._CERTIFICATE_S", 0.1)
+    address = f"127.0.0.1:{run.port}"
+    command = ("weights", "receive", tmp_path / "x", "--join", f"east@{address}", *invitation)
+    result = holmes(tmp_path / "other", *command)
+    assert result.returncode == 2
+    [line] = result.stderr.splitlines()
+    assert f"no coordinator answers at {address}" in line and "`holmes join serve` running" in line

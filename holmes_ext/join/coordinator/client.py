@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.address import JoinPlace
+from holmes_ext.join.address import JoinAddress, JoinPlace
 from holmes_ext.join.coordinator.state import HEARTBEAT_S
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.join.sockets.handshake import (
@@ -389,6 +389,29 @@ def in_thread(function: Callable[[], T], name: str) -> Future[T]:
     return future
 
 
+def repeat_until_reached(contact: Callable[[], T], address: JoinAddress, deadline: Deadline) -> T:
+    """Call a function that contacts the coordinator, again and again until the coordinator is reached.
+
+    Args:
+        contact: The function; raises OSError if the coordinator is not reached.
+        address: Address of the coordinator, for the error message.
+        deadline: End of the repetitions.
+
+    Returns:
+        The result of the function.
+
+    Raises:
+        HolmesError: The coordinator was not reached before the deadline, or the function raised this error.
+    """
+    while True:
+        try:
+            return contact()
+        except OSError as error:
+            if deadline.left <= _RETRY_S:
+                raise _unreachable(address.host, address.port, error) from None
+        time.sleep(_RETRY_S)
+
+
 def ask_status(
     host: str, port: int, credentials: Credentials, timeout_s: float = HANDSHAKE_S
 ) -> dict[str, Any]:
@@ -403,20 +426,32 @@ def ask_status(
     Raises:
         HolmesError: The coordinator cannot be reached, or rejects the certificate.
     """
-    address = address_text(host, port)
+    try:
+        return read_status(host, port, credentials, timeout_s)
+    except OSError as error:
+        raise _unreachable(host, port, error) from None
+
+
+def read_status(
+    host: str, port: int, credentials: Credentials, timeout_s: float = HANDSHAKE_S
+) -> dict[str, Any]:
+    """Return the state of a run like ask_status(), but raise OSError if the coordinator is not reached.
+
+    Raises:
+        OSError: The coordinator cannot be reached; another call may succeed.
+        Refused: The coordinator rejects the certificate.
+    """
     deadline = Deadline(timeout_s, "the coordinator's answer")
     name = credentials.coordinator_name(host)
-    try:
-        channel = call(host, port, credentials, name, {"purpose": "status"}, deadline)
-    except OSError as error:
-        raise HolmesError(
-            f"no coordinator answers at {address} ({why(error)}); is `holmes join serve` running there?"
-        ) from None
+    channel = call(host, port, credentials, name, {"purpose": "status"}, deadline)
     try:
         return channel.receive(deadline)
-    except OSError as error:
-        raise HolmesError(
-            f"the coordinator at {address} closed the connection ({why(error)}); try again"
-        ) from None
     finally:
         channel.close()
+
+
+def _unreachable(host: str, port: int, error: OSError) -> HolmesError:
+    return HolmesError(
+        f"no coordinator answers at {address_text(host, port)} ({why(error)}); is `holmes join serve`"
+        " running there?"
+    )
