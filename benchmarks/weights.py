@@ -234,15 +234,14 @@ def rows_beside(result: dict[str, Any]) -> list[Row]:
         Row.median(BESIDE, "beside", result["beside"], unit="steps/s", emulated=True),
         Row.median(BESIDE, "slower", slower, unit="%", emulated=True, target="<= 1"),
         Row.median(BESIDE, "share of the link", result["shares"], unit="x", emulated=True),
-        Row.median(
-            BESIDE,
-            "weights while a round is exchanged",
-            result["beside_a_round"],
-            unit="Mb/s",
-            emulated=True,
-        ),
-        Row.median(BESIDE, "weights otherwise", result["otherwise"], unit="Mb/s", emulated=True),
+        _rate_row("training while it exchanges a round", result["training"]),
+        _rate_row("weights meanwhile", result["weights_beside"]),
+        _rate_row("weights otherwise", result["weights_otherwise"]),
     ]
+
+
+def _rate_row(metric: str, values: list[float]) -> Row:
+    return Row.median(BESIDE, metric, values, unit="Mb/s", emulated=True)
 
 
 def main() -> int:

@@ -2,8 +2,8 @@
 
 Two joined jobs, on the trainer's side and at the site, exchange rounds over the link over which the weights
 go, and over the same uplink. Weights may take half of the link. Windows with and without a transfer
-alternate, and the steps of the job in each of them are counted. During a transfer, the bytes that the hosts
-send show that weights make way while a round is exchanged.
+alternate, and the steps of the job in each of them are counted. During a transfer, the bytes that arrive
+show that weights make way while a round is exchanged.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ FLOPS = 6e9
 WINDOW_S = 20.0
 WINDOWS = 4  # of each sort
 _MOST_STEPS = 1_000_000
-#: Hosts of the trainer's side that send weights, and training's data.
-WEIGHTS_NODE, TRAINING_NODE = "t0", "t1"
-_SAMPLE_S = 0.1
+#: Hosts of the site that receive weights, and training's data: behind the link, whose buffer is long.
+WEIGHTS_NODE, TRAINING_NODE = "s0h0", "s0t0"
+_SAMPLE_S = 0.02
 #: Share of the link from which on training counts as sending: its other messages are short.
 _TRAINING_SHARE = 0.2
 
 
 @dataclass(frozen=True)
-class WeightsRates:
-    """Rates at which weights were sent, in bits/s."""
+class Rates:
+    """Rates at which bytes arrived at the site, in bits/s."""
 
-    beside_a_round: float  # while training exchanged a round
-    otherwise: float
+    training: float  # of training while it exchanged a round
+    weights_beside: float  # of weights meanwhile
+    weights_otherwise: float
 
 
 class TrafficMeter:
-    """Thread that samples the bytes which both hosts of the trainer's side have sent.
+    """Thread that samples the bytes which the hosts of the site have received.
 
     Args:
         lab: The lab.
@@ -63,33 +64,42 @@ class TrafficMeter:
     def _sample(self) -> None:
         while not self._ended.wait(_SAMPLE_S):
             counters = self._lab.counters()
-            sent = [counters[node]["eth0"][1] for node in (WEIGHTS_NODE, TRAINING_NODE)]
-            self._samples.append((time.monotonic(), *sent))
+            weights, training = (
+                counters[node]["eth0"][0] for node in (WEIGHTS_NODE, TRAINING_NODE)
+            )
+            self._samples.append((time.monotonic(), weights, training))
 
-    def rates(self) -> WeightsRates:
-        """End the thread, and return the rates of the weights."""
+    def rates(self) -> Rates:
+        """End the thread, and return the rates."""
         self._ended.set()
         self._thread.join()
         return rates_of(self._samples)
 
 
-def rates_of(samples: list[tuple[float, int, int]]) -> WeightsRates:
-    """Return the rates of the weights.
+def rates_of(samples: list[tuple[float, int, int]]) -> Rates:
+    """Return the rates of training and of weights.
 
     Args:
-        samples: Time in seconds, bytes of weights and bytes of training that were sent until then.
+        samples: Time in seconds, bytes of weights and bytes of training that have arrived until then.
     """
     seconds = {True: 0.0, False: 0.0}  # whether training was sending -> time
-    bits = {True: 0, False: 0}
+    bits = {True: 0, False: 0}  # of weights
+    training_bits = 0
     for before, after in zip(samples, samples[1:], strict=False):
         elapsed_s = after[0] - before[0]
         training_bps = 8 * (after[2] - before[2]) / elapsed_s
         is_training = training_bps > _TRAINING_SHARE * NETWORK.rate_bps
         seconds[is_training] += elapsed_s
         bits[is_training] += 8 * (after[1] - before[1])
+        if is_training:
+            training_bits += 8 * (after[2] - before[2])
     if not all(seconds.values()):
         raise RuntimeError("no round was exchanged during a transfer, or rounds all the time")
-    return WeightsRates(bits[True] / seconds[True], bits[False] / seconds[False])
+    return Rates(
+        training=training_bits / seconds[True],
+        weights_beside=bits[True] / seconds[True],
+        weights_otherwise=bits[False] / seconds[False],
+    )
 
 
 def measure(lab: Lab, folder: Path) -> dict[str, Any]:
@@ -98,7 +108,7 @@ def measure(lab: Lab, folder: Path) -> dict[str, Any]:
     hosts = WeightsHosts(lab, NETWORK, folder, HOLMES_WEIGHTS_RATE=rate)
     jobs: list[joined.LabJob] = []
     try:
-        hosts.start("--outer", f"every={EVERY}")
+        hosts.start("--outer", f"every={EVERY},fragments=1,compress=off")
         coordinator = joined.LabCoordinator(f"{hosts.address}:{PORT}", [], str(hosts.state))
         for name, node in (("home", "t1"), ("away", "s0t0")):
             jobs.append(
@@ -130,7 +140,7 @@ def _alternate(
     alone: list[float] = []
     beside: list[float] = []
     shares: list[float] = []
-    rates: list[WeightsRates] = []
+    rates: list[Rates] = []
     for version in range(1, WINDOWS + 1):
         made = folder / f"made{version}"
         made.mkdir()
@@ -145,8 +155,9 @@ def _alternate(
         "alone": alone,
         "beside": beside,
         "shares": shares,
-        "beside_a_round": [each.beside_a_round / 1e6 for each in rates],
-        "otherwise": [each.otherwise / 1e6 for each in rates],
+        "training": [each.training / 1e6 for each in rates],
+        "weights_beside": [each.weights_beside / 1e6 for each in rates],
+        "weights_otherwise": [each.weights_otherwise / 1e6 for each in rates],
     }
 
 
@@ -156,7 +167,7 @@ def _metered_transfer(
     folder: Path,
     version: int,
     seconds: list[float],
-    rates: list[WeightsRates],
+    rates: list[Rates],
 ) -> None:
     """Publish a version, and append the time and the rates of its transfer to the lists."""
     hosts.holmes("weights", "publish", str(folder), "--version", str(version))

@@ -38,7 +38,7 @@ from holmes_ext.join.sockets.channel import FRAME_BYTES, Channel
 from holmes_ext.join.sockets.handshake import Refused, printable
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.weights.manifest import VersionManifest
-from holmes_ext.weights.rate import RateLimit, mark_background
+from holmes_ext.weights.rate import RateLimit, make_background
 from holmes_ext.weights.staging import ArrivingVersions, StagedVersion
 from holmes_ext.weights.store import ChunkReader, MissingVersion, VersionStore
 
@@ -218,7 +218,7 @@ class SendingStream:
     def _send_bytes(self, data: bytes, on_bytes: Callable[[int], None]) -> None:
         """Send the length of a chunk, and its bytes in parts, each as soon as the rate limit allows it."""
         if not self._is_background:
-            mark_background(self._channel.socket)
+            make_background(self._channel.socket)
             self._is_background = True
         self.reply({"length": len(data)})
         for part in _split_into_parts(memoryview(data)):
