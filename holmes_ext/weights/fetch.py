@@ -245,7 +245,7 @@ class VersionFetch:
             with self._changed:
                 self._queue.extendleft(reversed(unanswered))
             unanswered.clear()
-        elif unanswered and version != unanswered[0].staged.manifest.version:
+        elif version != next(iter(self._unwritten)).manifest.version:
             raise ConnectionError(f"version {version} came instead of the next one")
 
     def _pull(self, stream: ReceivingStream, unanswered: deque[_MissingChunk]) -> None:

@@ -87,10 +87,10 @@ class Pair:
         self.pool.open_ahead("", newest=newest)
         until(lambda: len(self.pool._idle) == STREAMS)
 
-    def publish(self, version):
+    def publish(self, version, chunks=CHUNKS):
         folder = self._folder / f"made{version}"
         folder.mkdir()
-        (folder / "model").write_bytes(os.urandom((CHUNKS - 1) * LEAST_CHUNK_BYTES + 1))
+        (folder / "model").write_bytes(os.urandom((chunks - 1) * LEAST_CHUNK_BYTES + 1))
         return publish_folder(folder, self.published, version)
 
     def pull(self, manifest):
@@ -152,7 +152,7 @@ def test_a_version_that_is_not_the_next_one_is_requested(pair):
 
 def test_a_host_with_another_source_gets_nothing_by_itself(pair):
     pair.report(staged=[1])
-    [stream] = [pair.dial("")]
+    stream = pair.dial("")
     stream.request_next(after=0, first=0, step=1)
     manifest = pair.publish(1)
     until(lambda: pair.report(staged=[1])["versions"] == [1])
@@ -162,14 +162,15 @@ def test_a_host_with_another_source_gets_nothing_by_itself(pair):
     stream.close()
 
 
-def test_a_stream_with_another_version_than_the_announced_one_is_not_used(pair):
+@pytest.mark.parametrize("chunks", [CHUNKS, STREAMS - 1])
+def test_a_stream_with_another_version_than_the_announced_one_is_not_used(pair, chunks):
     pair.report()
     pair.wait_for_next()
     pair.publish(1)
     until(lambda: pair.limit.passed > 0)
-    second = pair.publish(2)
+    second = pair.publish(2, chunks)
     pair.pull(second)
-    assert sorted(RecordingStream.requested) == list(range(CHUNKS))
+    assert sorted(RecordingStream.requested) == list(range(chunks))
 
 
 @pytest.mark.parametrize("text, is_padded", [("0\n", True), ("1\n", False)])
