@@ -1,7 +1,9 @@
 """Measures `holmes weights` in the lab, beside rsync, S3 and a broadcast: a trainer and sites of 3 hosts.
 
     python benchmarks/weights.py --json results/weights.json --models FOLDER --rsync FILE --moto FILE
+        [--repetitions 3] [--runs FILE] [--minutes 0]
 
+Each repetition runs all ways one after the other, and every other one in the reverse order.
 The sites' links and the trainer's uplink, which all sites share, have the same rate. A time counts from the
 publication of a version until the last host has staged it. The bound is the bytes of all sites over the rate
 of the uplink.
@@ -41,6 +43,8 @@ MODELS = {1e8: (512, 5), 1e9: (1024, 12)}
 VERSIONS = "full delta delta full"
 #: Rate above which all programs of this machine count, not only those of the lab.
 _MANY_PACKETS_BPS = 5e8
+#: Name of the way that is compared with all others.
+HOLMES = "holmes"
 #: Case with a training job beside a transfer.
 BESIDE = "training beside"
 
@@ -126,14 +130,20 @@ def in_lab(network: Network, run: Callable[[Lab, Path], None]) -> None:
             run(lab, folder)
 
 
-def others_of(args: Any, network: Network, source: ModelVersion) -> dict[str, Callable[..., Any]]:
-    """Return other ways to copy a version to all hosts (rsync, S3, a broadcast): name -> function.
+def ways_of(
+    args: Any, network: Network, versions: list[ModelVersion]
+) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Return a function for each way to copy versions (holmes, rsync, S3, a broadcast) that measures it once.
 
     Args:
         args: Options of this program; rsync and S3 need a path in them.
         network: The emulated network.
-        source: The version to copy.
+        versions: Versions that holmes sends one after the other. The other ways send the first.
+
+    Returns:
+        Name of the way -> the function.
     """
+    source = versions[0]
     others: dict[str, Callable[..., Any]] = {}
     if args.rsync:
         others["rsync"] = lambda lab, folder: weights_others.rsync(
@@ -144,23 +154,52 @@ def others_of(args: Any, network: Network, source: ModelVersion) -> dict[str, Ca
             lab, network, source.folder, folder, args.moto
         )
     others["broadcast"] = lambda lab, folder: weights_others.broadcast(lab, network, source.size)
-    return others
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        HOLMES: partial(measure_holmes, network, versions)
+    }
+    for name, copy in others.items():
+        ways[name] = partial(measure_other, network, copy)
+    return ways
+
+
+def repeat(
+    case: str, ways: dict[str, Callable[[], dict[str, Any]]], repetitions: int, runs: Runs
+) -> list[dict[str, dict[str, Any]]]:
+    """Measure all ways several times; return for each repetition the name of a way -> its result.
+
+    Args:
+        case: Name of the case.
+        ways: Name of a way -> function that measures it once.
+        repetitions: Runs of each way.
+        runs: Results of earlier runs, and the limit of time.
+    """
+    results = []
+    for repetition in range(1, repetitions + 1):
+        result = {}
+        names = list(ways)
+        if repetition % 2 == 0:
+            names.reverse()
+        for name in names:
+            run = runs.of(f"{case}: {name} {repetition}", ways[name])
+            if run is not None:
+                result[name] = run
+        results.append(result)
+    return results
 
 
 def rows_of(
     network: Network,
     versions: list[ModelVersion],
-    holmes: list[dict[str, Any]],
-    others: dict[str, dict[str, Any]],
+    results: list[dict[str, dict[str, Any]]],
 ) -> list[Row]:
     """Return the rows of one network.
 
     Args:
         network: The network.
         versions: The versions.
-        holmes: Results of measure_holmes().
-        others: Results of measure_other(), by name.
+        results: Results of repeat(): of measure_holmes() and of measure_other().
     """
+    holmes = [result[HOLMES] for result in results if HOLMES in result]
     numbers = range(len(versions))
     full = [number for number in numbers if versions[number].parent is None]
     deltas = [number for number in numbers if versions[number].parent is not None]
@@ -203,13 +242,19 @@ def rows_of(
         row("delta, bound", [network.bound_s(versions[deltas[0]].size)], "s"),
         row("delta, holmes", delta_s, "s"),
     ]
-    for name, result in others.items():
-        ratio = sorted(seconds)[len(seconds) // 2] / result["seconds"]
-        other_bytes = result["wan_bytes"] / network.sites / size
+    for name in dict.fromkeys(name for result in results for name in result if name != HOLMES):
+        pairs = [result for result in results if HOLMES in result and name in result]
+        if not pairs:
+            continue
+        other_s = [pair[name]["seconds"] for pair in pairs]
+        # The slower checkpoint of the same repetition.
+        holmes_s = [max(pair[HOLMES]["seconds"][number] for number in full) for pair in pairs]
+        ratios = [ours / theirs for ours, theirs in zip(holmes_s, other_s, strict=True)]
+        other_bytes = [pair[name]["wan_bytes"] / network.sites / size for pair in pairs]
         rows += [
-            row(f"checkpoint, {name}", [result["seconds"]], "s"),
-            row(f"holmes : {name}", [ratio], "x", "<= 1"),
-            row(f"uplink's bytes / copies, {name}", [other_bytes], "x", is_time=False),
+            row(f"checkpoint, {name}", other_s, "s"),
+            row(f"holmes : {name}", ratios, "x", "<= 1"),
+            row(f"uplink's bytes / copies, {name}", other_bytes, "x", is_time=False),
         ]
     return rows
 
@@ -226,7 +271,14 @@ def rows_beside(result: dict[str, Any]) -> list[Row]:
         Row.median(BESIDE, "beside", result["beside"], unit="steps/s", emulated=True),
         Row.median(BESIDE, "slower", slower, unit="%", emulated=True, target="<= 1"),
         Row.median(BESIDE, "share of the link", result["shares"], unit="x", emulated=True),
+        _rate_row("training while it exchanges a round", result["training"]),
+        _rate_row("weights meanwhile", result["weights_beside"]),
+        _rate_row("weights otherwise", result["weights_otherwise"]),
     ]
+
+
+def _rate_row(metric: str, values: list[float]) -> Row:
+    return Row.median(BESIDE, metric, values, unit="Mb/s", emulated=True)
 
 
 def main() -> int:
@@ -235,7 +287,9 @@ def main() -> int:
     arguments.add_argument("--models", type=Path, required=True, help="folder for checkpoints")
     arguments.add_argument("--rsync", type=Path, metavar="FILE", help="program rsync")
     arguments.add_argument("--moto", type=Path, metavar="FILE", help="Python with moto[server]")
-    arguments.add_argument("--repeats", type=int, default=2, help="runs of holmes (default: 2)")
+    arguments.add_argument(
+        "--repetitions", type=int, default=3, help="runs of each way (default: 3)"
+    )
     Runs.add_arguments(arguments)
     args = arguments.parse_args()
     runs = Runs(args.runs, args.minutes)
@@ -248,22 +302,9 @@ def main() -> int:
         network = NETWORKS[name]
         width, layers = MODELS[network.rate_bps]
         versions = versions_of(args.models / f"{width}x{layers}", width, layers, VERSIONS)
-        others = others_of(args, network, versions[0])
-        holmes = []
-        results = {}
-        for repeat in range(args.repeats):
-            key = f"{name}: holmes {repeat}"
-            run = runs.of(key, partial(measure_holmes, network, versions))
-            if run is not None:
-                holmes.append(run)
-            if repeat:
-                continue
-            for other, copy in others.items():
-                result = runs.of(f"{name}: {other}", partial(measure_other, network, copy))
-                if result is not None:
-                    results[other] = result
-        if holmes:
-            rows += rows_of(network, versions, holmes, results)
+        results = repeat(name, ways_of(args, network, versions), args.repetitions, runs)
+        if any(HOLMES in result for result in results):
+            rows += rows_of(network, versions, results)
         tell(f"load average {os.getloadavg()[0]:.1f}")
     return finish(rows, args.json, "weights to sites over emulated links")
 

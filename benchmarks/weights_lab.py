@@ -252,6 +252,10 @@ class WeightsHosts:
         """
         options = [] if parent is None else ["--parent", str(parent)]
         self.holmes("weights", "publish", str(folder), "--version", str(version), *options)
+        return self.staged_after_s(version)
+
+    def staged_after_s(self, version: int) -> float:
+        """Wait until the last host has staged a version; return the seconds since its publication."""
         [published] = self.state.rglob(f"weights/{version}")
         start = published.stat().st_ctime  # time at which the folder got this name
         wait_until(lambda: all(self._staged(node, version) for node in self.events))

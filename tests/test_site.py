@@ -46,7 +46,7 @@ def test_tables_fit_the_page(site, width, tmp_path, exhaustive):
 
 
 def test_every_picture_is_there(site):
-    """mkdocs checks links in Markdown, but not those in HTML, as <picture> has them."""
+    """The build checks links in Markdown, but not those in HTML, as <picture> has them."""
     named = {
         page.parent / source
         for page in site.rglob("*.html")

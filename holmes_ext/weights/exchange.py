@@ -2,8 +2,15 @@
 
     {"op": "manifest", "version": N}            -> {"manifest": {...}}
     {"op": "read", "version": N, "chunk": I}    -> {"length": L}, then L bytes
+    {"op": "next", ...}                         -> {"version": N or null}, then chunks as after "read"
+    {"op": "end"}                               no answer; the wait of "next" ends
+    {"op": "warm", "bytes": B}                  -> {"length": B or 0}, then as many zeros
 
 A version is a numbered folder of files, which its manifest lists; a chunk is 256 KiB to 8 MiB of a file.
+
+"next" is sent before the version exists. The sender waits for it, and then sends at once the chunks that
+pushed_chunks() returns for the request. So the first bytes of a version need only the one-way delay of the
+network. Only the service answers it, and "warm", which fills TCP's window before the first version.
 
 An error is {"error": one line}. If the sender itself still waits for the version, it sends {"later": true}
 every few seconds before the answer, so that the receiver does not give up. The receiver sends further
@@ -23,14 +30,15 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.sockets.channel import FRAME_BYTES, Channel
 from holmes_ext.join.sockets.handshake import Refused, printable
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.weights.manifest import VersionManifest
-from holmes_ext.weights.rate import RateLimit, mark_background
+from holmes_ext.weights.rate import RateLimit, make_background
 from holmes_ext.weights.staging import ArrivingVersions, StagedVersion
 from holmes_ext.weights.store import ChunkReader, MissingVersion, VersionStore
 
@@ -56,10 +64,46 @@ _RATE_S = 0.1
 #: Field tcpi_min_rtt of struct tcp_info (linux/tcp.h), in microseconds: its format, and its offset in bytes.
 _MIN_RTT = struct.Struct("=I")
 _MIN_RTT_OFFSET = 148
+#: Bytes of the first and of the largest request for zeros ("warm").
+_FIRST_WARM = 2**17
+_MOST_WARM = 8 * 2**20
+#: Round trips after which zeros that take longer are limited by the link's rate, not by TCP's window.
+_WARM_ROUND_TRIPS = 2.5
+#: File that says whether TCP's windows shrink while a connection is idle. BBR's do not in any case.
+_SHRINKS_IN_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 #: Bytes of the longest request: the report of a host.
 _LONGEST_REQUEST = 2**20
 #: Bytes of the longest answer: a manifest of 500,000 chunks.
 _LONGEST_ANSWER = 64 * 2**20
+
+
+class NextRequest(NamedTuple):
+    """Request for the first chunks of the next version ("next")."""
+
+    after: int  # version; the next one has a larger number
+    first: int  # index of the first chunk
+    step: int  # difference of the indices of two chunks: other streams get the chunks in between
+    bytes: int  # that are sent before any other request; the last chunk may exceed them
+
+    @classmethod
+    def of_document(cls, document: dict[str, Any]) -> NextRequest:
+        """Return the request that a document of the receiver describes; HolmesError: it is not valid."""
+        request = cls(*(_whole_number(document, key) for key in cls._fields))
+        if request.first < 0 or request.step < 1:
+            raise HolmesError("a request for the next version has no valid chunks")
+        return request._replace(bytes=min(request.bytes, _MOST_AHEAD))
+
+
+def pushed_chunks(manifest: VersionManifest, request: NextRequest) -> list[int]:
+    """Return the indices of the chunks that the sender sends on a request for the next version."""
+    indices = []
+    count = 0
+    for index in range(request.first, len(manifest.chunks), request.step):
+        if count >= request.bytes:
+            break
+        indices.append(index)
+        count += manifest.chunks[index].length
+    return indices
 
 
 class SendingStream:
@@ -125,16 +169,60 @@ class SendingStream:
             return
         self._send_chunk(data)
 
+    def is_idle(self) -> bool:
+        """Return whether the connection is open, and the receiver has sent no further request."""
+        return self._channel.idle()
+
+    def push(self, manifest: VersionManifest | None, request: NextRequest) -> None:
+        """Answer a request for the next version ("op" is "next") with its first chunks.
+
+        Args:
+            manifest: Manifest of the version; None: there is none yet, and no chunk is sent.
+            request: The request.
+
+        Raises:
+            OSError: The connection is lost, or the receiver does not read the bytes in time.
+        """
+        if manifest is None:
+            self.reply({"version": None})
+            return
+        self.reply({"version": manifest.version})
+        try:
+            for index in pushed_chunks(manifest, request):
+                self._send_chunk(self._reader.read(manifest.version, index))
+        except HolmesError as error:
+            self.reply({"error": str(error)})
+
+    def warm_up(self, request: dict[str, Any]) -> None:
+        """Answer a request for zeros ("op" is "warm"), which make TCP's window grow.
+
+        None are sent if the window would shrink again before there are chunks to send.
+
+        Raises:
+            OSError: The connection is lost, or the receiver does not read the bytes in time.
+        """
+        try:
+            count = min(_whole_number(request, "bytes"), _MOST_WARM)
+        except HolmesError as error:
+            self.reply({"error": str(error)})
+            return
+        if count < 0 or not _keeps_window(self._channel.socket):
+            count = 0
+        self._send_bytes(bytes(count), on_bytes=lambda length: None)
+
     def _send_chunk(self, data: bytes) -> None:
+        self._send_bytes(data, self._on_bytes)
+
+    def _send_bytes(self, data: bytes, on_bytes: Callable[[int], None]) -> None:
         """Send the length of a chunk, and its bytes in parts, each as soon as the rate limit allows it."""
         if not self._is_background:
-            mark_background(self._channel.socket)
+            make_background(self._channel.socket)
             self._is_background = True
         self.reply({"length": len(data)})
         for part in _split_into_parts(memoryview(data)):
             self._limit.take(len(part))
             self._channel.send_bytes([part], Deadline(PART_S, "a part of a chunk"))
-            self._on_bytes(len(part))
+            on_bytes(len(part))
 
     def _wait_for_version(self, version: int) -> StagedVersion | None:
         """Wait until a version is in the store, or begins to arrive at this process.
@@ -202,6 +290,8 @@ class ReceivingStream:
         # Begin of this measurement, by time.monotonic(); 0: it begins with the next part.
         self._measured_since = 0.0
         self._measured_bytes = 0  # received since then
+        #: Request for the next version that has no answer yet; None: there is none.
+        self.next_request: NextRequest | None = None
 
     def start_measuring(self) -> None:
         """Restart the measurement of the rate with the next part that arrives, after an idle time."""
@@ -232,8 +322,9 @@ class ReceivingStream:
             self._measured_since, self._measured_bytes = now, 0
 
     def is_idle(self) -> bool:
-        """Return whether the connection is open and silent, so that it can be used for the next request."""
-        return self._channel.lives() and self._channel.idle()
+        """Return whether the connection is open, and nothing arrives but an answer of receive_next()."""
+        may_have_bytes = self.next_request is not None
+        return self._channel.lives() and (may_have_bytes or self._channel.idle())
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request, and return the answer.
@@ -261,6 +352,53 @@ class ReceivingStream:
             raise HolmesError(f"{self._source}: sent version {manifest.version}, not {version}")
         return manifest
 
+    def request_next(self, after: int, first: int, step: int) -> None:
+        """Send a request for the first chunks of the next version: see NextRequest.
+
+        Raises:
+            OSError: The connection is lost.
+        """
+        request = NextRequest(after, first, step, self.bytes_ahead)
+        self._channel.send({"op": "next", **request._asdict()}, Deadline(PART_S, "a request"))
+        self.next_request = request
+
+    def receive_next(self) -> int | None:
+        """Wait for the answer to the request for the next version.
+
+        Returns:
+            The version whose chunks follow, in the order of pushed_chunks(); None: no chunks follow.
+
+        Raises:
+            OSError: No answer came within PART_S seconds, or the connection is lost.
+        """
+        self._channel.send({"op": "end"}, Deadline(PART_S, "a request"))
+        version = self._receive_answer().get("version")
+        self.next_request = None
+        return version if isinstance(version, int) else None
+
+    def warm_up(self) -> None:
+        """Receive zeros, twice as many each time, until TCP's window at the sender suffices for the link.
+
+        Raises:
+            Refused: The sender has no zeros.
+            OSError: The connection is lost.
+        """
+        count = _FIRST_WARM
+        while count <= _MOST_WARM:
+            begin = time.monotonic()
+            answer = self.ask({"op": "warm", "bytes": count})
+            if answer.get("length") != count:
+                return  # the window would shrink again
+            self._receive_bytes(count, on_bytes=lambda length: None)
+            elapsed_s = time.monotonic() - begin
+            round_trip_s = _least_round_trip_s(self._channel.socket) + _SLACK_S
+            is_full = elapsed_s > _WARM_ROUND_TRIPS * round_trip_s
+            if (
+                is_full and count > _FIRST_WARM
+            ):  # the first ones take several round trips in any case
+                return
+            count *= 2
+
     def request_chunk(self, version: int, index: int) -> None:
         """Send a request for a chunk; chunk() returns the chunks in the order of the requests."""
         request = {"op": "read", "version": version, "chunk": index}
@@ -283,6 +421,10 @@ class ReceivingStream:
         answer = self._receive_answer()
         if answer.get("length") != length:
             raise ConnectionError(f"{self._source} sent a chunk of another length")
+        return self._receive_bytes(length, on_bytes)
+
+    def _receive_bytes(self, length: int, on_bytes: Callable[[int], None]) -> memoryview:
+        """Wait for `length` bytes and return them; arguments and errors are those of chunk()."""
         if len(self._buffer) < length:
             self._buffer = memoryview(bytearray(length))
         data = self._buffer[:length]
@@ -319,6 +461,15 @@ class ReceivingStream:
 def _split_into_parts(data: memoryview) -> list[memoryview]:
     """Return a chunk in parts of at most FRAME_BYTES, as much as one frame of a Channel may hold."""
     return [data[start : start + FRAME_BYTES] for start in range(0, len(data), FRAME_BYTES)]
+
+
+def _keeps_window(connection: socket.socket) -> bool:
+    """Return whether TCP's window of a connection stays as large as it is while nothing is sent."""
+    with contextlib.suppress(OSError):
+        if _SHRINKS_IN_IDLE.read_text().strip() == "0":
+            return True
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)[:3] == b"bbr"
+    return False
 
 
 def _least_round_trip_s(connection: socket.socket) -> float:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.weights.exchange import ReceivingStream
+from holmes_ext.weights.exchange import ReceivingStream, pushed_chunks
 from holmes_ext.weights.staging import StagedVersion
 from holmes_ext.weights.streams import StreamPool
 from holmes_ext.words import why
@@ -60,6 +60,13 @@ class _MissingChunk(NamedTuple):
     @property
     def length(self) -> int:
         return self.staged.manifest.chunks[self.chunk].length
+
+
+class _PushingStream(NamedTuple):
+    """Stream over which a version was requested before it existed, and the chunks that come over it."""
+
+    stream: ReceivingStream
+    chunks: deque[_MissingChunk]
 
 
 class VersionFetch:
@@ -106,10 +113,34 @@ class VersionFetch:
         """Start the threads that pull the chunks."""
         if not self._queue:
             return
-        for _ in range(self._streams):
+        pushing: list[_PushingStream | None] = [*self._claim_pushed()]
+        pushing += [None] * (self._streams - len(pushing))
+        for each in pushing:
             threading.Thread(
-                target=self._pull_until_end, name="holmes-weights", daemon=True
+                target=self._pull_until_end, args=(each,), name="holmes-weights", daemon=True
             ).start()
+
+    def _claim_pushed(self) -> list[_PushingStream]:
+        """Take the streams from the pool over which the next version was requested before it existed.
+
+        Their chunks are no longer in the queue afterwards, so that no other stream requests them.
+        """
+        pushing: list[_PushingStream] = []
+        staged = next(iter(self._unwritten))  # the oldest version
+        for stream in self._pool.take_waiting(self._address):
+            request = stream.next_request
+            is_for_it = request is not None and request.after < staged.manifest.version
+            if request is None or not is_for_it or not stream.is_idle():
+                stream.close()
+                continue
+            chunks = [_MissingChunk(staged, i) for i in pushed_chunks(staged.manifest, request)]
+            if not all(chunk in self._queue for chunk in chunks):
+                stream.close()  # some of them are written already
+                continue
+            for chunk in chunks:
+                self._queue.remove(chunk)
+            pushing.append(_PushingStream(stream, deque(chunks)))
+        return pushing
 
     def wait_for(self, staged: StagedVersion) -> None:
         """Wait until all chunks of a version are written.
@@ -145,32 +176,50 @@ class VersionFetch:
         for stream in to_cut:
             stream.cut()
 
-    def _pull_until_end(self) -> None:
+    def _pull_until_end(self, pushing: _PushingStream | None) -> None:
         """Pull chunks over a stream, or over another one if it breaks, until the fetch ends.
 
-        Runs in a thread of its own. Errors that another stream cannot mend end the fetch.
-        """
-        while not self._ended.is_set():
-            try:
-                self._pull_over(self._pool.take(self._address))
-            except OSError as error:
-                if time.monotonic() - self._last_byte > self._stall_s:
-                    self._fail(error)
-                self._ended.wait(_RETRY_S)
-            except Exception as error:  # noqa: BLE001 - wait_for() raises it in the caller's thread
-                self._fail(error)
+        Runs in a thread of its own.
 
-    def _pull_over(self, stream: ReceivingStream) -> None:
+        Args:
+            pushing: The first stream, which is read in any case; None: one of the pool.
+        """
+        if pushing is not None:
+            self._pull_while_open(pushing)
+        while not self._ended.is_set():
+            self._pull_while_open(None)
+
+    def _pull_while_open(self, pushing: _PushingStream | None) -> None:
+        """Pull chunks over a stream (None: one of the pool) until the stream breaks, or the fetch ends.
+
+        Errors that another stream cannot mend end the fetch.
+        """
+        try:
+            if pushing is None:
+                self._pull_over(self._pool.take(self._address), deque())
+            else:
+                self._pull_over(pushing.stream, pushing.chunks)
+        except OSError as error:
+            if time.monotonic() - self._last_byte > self._stall_s:
+                self._fail(error)
+            self._ended.wait(_RETRY_S)
+        except Exception as error:  # noqa: BLE001 - wait_for() raises it in the caller's thread
+            self._fail(error)
+
+    def _pull_over(self, stream: ReceivingStream, unanswered: deque[_MissingChunk]) -> None:
         """Pull chunks over a stream until the fetch ends.
 
         Afterwards the stream goes back to the pool, or is closed if some of its requests are unanswered.
+
+        Args:
+            stream: The stream.
+            unanswered: Chunks that were requested over the stream, in this order.
         """
-        unanswered: deque[_MissingChunk] = (
-            deque()
-        )  # chunks that this stream has requested, in this order
         with self._changed:
             self._open.add(stream)
         try:
+            if stream.next_request is not None:
+                self._await_push(stream, unanswered)
             self._pull(stream, unanswered)
         except BaseException:
             stream.close()
@@ -184,6 +233,21 @@ class VersionFetch:
             stream.close()
         else:
             self._pool.give_back(self._address, stream)
+
+    def _await_push(self, stream: ReceivingStream, unanswered: deque[_MissingChunk]) -> None:
+        """Wait until the source begins to send the next version, or says that it does not.
+
+        Raises:
+            OSError: It sends another version, or the connection is lost.
+        """
+        version = stream.receive_next()
+        stream.start_measuring()
+        if version is None:
+            with self._changed:
+                self._queue.extendleft(reversed(unanswered))
+            unanswered.clear()
+        elif version != next(iter(self._unwritten)).manifest.version:
+            raise ConnectionError(f"version {version} came instead of the next one")
 
     def _pull(self, stream: ReceivingStream, unanswered: deque[_MissingChunk]) -> None:
         """Request, receive and write chunks until the fetch ends.

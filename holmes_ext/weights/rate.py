@@ -29,6 +29,8 @@ _LOOK_S = 0.005
 #: DSCP CS1 in the byte of the IP header (RFC 4594), and the priority TC_PRIO_BULK of the host's queues.
 _CS1 = 0x20
 _BULK = 2
+#: Most bytes of a connection that the kernel takes before it sends them.
+_MOST_UNSENT_BYTES = 2**17
 
 
 class RateLimit:
@@ -60,8 +62,7 @@ class RateLimit:
 
     def take(self, count: int) -> None:
         """Wait until `count` more bytes may be sent or received."""
-        while self._must_pause():
-            time.sleep(_LOOK_S)
+        self._wait_for_training()
         if not self._bytes_per_second:
             return
         with self._lock:
@@ -72,6 +73,12 @@ class RateLimit:
             wait_s = self._link_free_at - now
         if wait_s > 0:
             time.sleep(wait_s)
+            self._wait_for_training()  # it may have begun meanwhile
+
+    def _wait_for_training(self) -> None:
+        """Wait while weights must not be sent."""
+        while self._must_pause():
+            time.sleep(_LOOK_S)
 
     def _must_pause(self) -> bool:
         """Return whether training exchanges data now, and the budget of pauses is not used up.
@@ -109,8 +116,13 @@ def parse_rate_limit(text: str, where: str) -> int:
     return rate
 
 
-def mark_background(connection: socket.socket) -> None:
-    """Mark the packets of a connection as less urgent than all others, as far as the system allows it."""
+def make_background(connection: socket.socket) -> None:
+    """Mark the packets of a connection as less urgent than all others, as far as the system allows it.
+
+    The kernel also takes little more than it can send at once, so that a pause begins soon.
+    """
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MOST_UNSENT_BYTES)
     with contextlib.suppress(OSError):
         if connection.family == socket.AF_INET6:
             connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _CS1)

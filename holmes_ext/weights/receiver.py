@@ -46,7 +46,7 @@ from holmes_ext.words import why
 #: Seconds between two attempts to reach the service.
 _RETRY_S = 0.5
 #: Longest wait of a report for news, in seconds, while no version is pulled.
-_NEWS_S = 2.0
+_NEWS_S = 10.0
 #: Seconds between two reports while a version is pulled.
 _BUSY_S = 0.5
 #: If connections to a host of the site break and no byte came for so many seconds, another source is used.
@@ -265,7 +265,7 @@ class WeightsReceiver:
             if isinstance(version, int) and not self._store.has(version):
                 missing.append(version)
         if not missing:
-            self._pool.open_ahead(address)
+            self._pool.open_ahead(address, newest=max(self._store.versions(), default=-1))
             return
         manifests: dict[int, VersionManifest] = {}
         for document in _list_or_empty(documents):

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.sockets.channel import Channel
-from holmes_ext.weights.exchange import PURPOSE, SendingStream
+from holmes_ext.weights.exchange import PURPOSE, NextRequest, SendingStream
 from holmes_ext.weights.manifest import VersionManifest
 from holmes_ext.weights.monitor import Monitor, monitored
 from holmes_ext.weights.origin import origin_of
@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 #: Variable with the limit on the rate of all weights that this process sends.
 RATE_VARIABLE = "HOLMES_WEIGHTS_RATE"
 #: Longest wait of a report for news, in seconds.
-_MOST_WAIT_S = 5.0
+_MOST_WAIT_S = 10.0
+#: Seconds between two looks for a further request of a host that waits for the next version.
+_LOOK_FOR_REQUEST_S = 0.5
 #: Seconds between two looks at the store, to which `holmes weights publish` writes: at the times of its
 #: folders, and at their content.
 _LOOK_S = 0.01
@@ -221,7 +223,13 @@ class WeightsService:
                     with self._changed:
                         self._reporting[host_id] = channel
                     stream.reply(self._report_reply(site, host_id, request))
-                else:
+                elif request.get("op") == "next":
+                    self._push_next(stream, host_id, request)
+                elif request.get("op") == "warm":
+                    stream.warm_up(request)
+                elif (
+                    request.get("op") != "end"
+                ):  # it has ended the wait of _push_next(), if there was one
                     stream.answer(request)
         finally:
             with self._changed:
@@ -230,6 +238,42 @@ class WeightsService:
                     del self._reporting[host_id]
                     self._sites.gone(host_id)
                 self._changed.notify_all()
+
+    def _push_next(self, stream: SendingStream, host_id: str, document: dict[str, Any]) -> None:
+        """Wait for the next version that a host pulls from the service, and send its first chunks.
+
+        The wait ends without a version when the host sends another request.
+
+        Args:
+            stream: Connection to the host.
+            host_id: Random id of the host's process.
+            document: The request; see NextRequest.
+        """
+        try:
+            request = NextRequest.of_document(document)
+        except HolmesError as error:
+            stream.reply({"error": str(error)})
+            return
+        manifest = None
+        with self._changed:
+            while not self._ended.is_set():
+                version = self._sites.next_from_service(host_id, self._required, request.after)
+                if version is not None:
+                    manifest = self._manifest_of(version)
+                    break
+                if not stream.is_idle():
+                    break
+                self._changed.wait(_LOOK_FOR_REQUEST_S)
+        stream.push(manifest, request)
+
+    def _manifest_of(self, version: int) -> VersionManifest | None:
+        """Return the manifest of a version; None: it was removed meanwhile. The caller holds the lock."""
+        if version not in self._manifests:
+            try:
+                self._manifests[version] = self._store.manifest(version)
+            except HolmesError:
+                return None
+        return self._manifests[version]
 
     def _count(self, site: str, count: int) -> None:
         with self._changed:
@@ -303,11 +347,9 @@ class WeightsService:
             return documents  # the host requests them from the source, a host of its site
         chunks_left = _MOST_CHUNKS_IN_ANSWER
         for version in reply["source"]["versions"]:
-            try:
-                manifest = self._manifests.get(version) or self._store.manifest(version)
-            except HolmesError:
-                break  # the version was removed meanwhile
-            self._manifests[version] = manifest  # kept, because other hosts will need it, too
+            manifest = self._manifest_of(version)
+            if manifest is None:
+                break
             chunks_left -= len(manifest.chunks)
             if chunks_left < 0:
                 break

@@ -155,6 +155,21 @@ class Sites:
         predecessor_address = earlier[-1].report.address if earlier else ""
         return Source(predecessor_address, missing)
 
+    def next_from_service(self, host_id: str, versions: Iterable[int], after: int) -> int | None:
+        """Return the version that a host pulls next from the service; None: no version after `after`.
+
+        Args:
+            host_id: Random id of the host's process.
+            versions: Versions that the host should have, oldest first.
+            after: Newest version that the host has.
+        """
+        if host_id not in self._hosts:
+            return None  # it has not reported yet
+        source = self.source(host_id, versions)
+        if source.address or not source.versions or source.versions[0] <= after:
+            return None
+        return source.versions[0]
+
     def _is_reachable(self, host: SiteHost, other: SiteHost) -> bool:
         """Return whether `other` has an address, and `host` did not report it as unreachable."""
         address = other.report.address

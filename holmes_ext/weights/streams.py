@@ -33,16 +33,28 @@ class StreamPool:
         self._address: str | None = None  # of the source
         self._idle: list[ReceivingStream] = []
         self._dialing = 0  # streams that threads of open_ahead() are opening now
+        #: Newest version of this host: its streams to the service request the next one. None: they do not,
+        #: because the next one is being pulled.
+        self._newest: int | None = None
         self._is_closed = False
 
-    def open_ahead(self, address: str) -> None:
+    def open_ahead(self, address: str, newest: int = -1) -> None:
         """Open streams to a source before they are needed, until `most` are open. Returns at once.
 
-        Threads open the streams. A stream that cannot be opened is left out without an error.
+        Threads open the streams. A stream that cannot be opened is left out without an error. Streams to the
+        service request the next version, which need not exist yet.
+
+        Args:
+            address: Address of the source.
+            newest: Newest version that this host has; -1: none.
         """
         self._use(address)
         self._close_broken()
         with self._lock:
+            self._newest = newest
+            free = self._split_off_free()
+            for stream in free:
+                self._add(address, stream)
             missing = self._most - len(self._idle) - self._dialing
             if self._is_closed or missing <= 0:
                 return
@@ -56,10 +68,47 @@ class StreamPool:
         try:
             # A source that cannot be reached now matters only when there is a version to pull.
             with contextlib.suppress(OSError, HolmesError):
-                self.give_back(address, self._dial(address))
+                stream = self._dial(address)
+                if not address:
+                    self._warm_up(stream)
+                self.give_back(address, stream)
         finally:
             with self._lock:
                 self._dialing -= 1
+
+    def _warm_up(self, stream: ReceivingStream) -> None:
+        try:
+            stream.warm_up()
+        except BaseException:
+            stream.close()
+            raise
+
+    def _add(self, address: str, stream: ReceivingStream) -> None:
+        """Add an unused stream; one to the service requests the next version. The caller holds the lock."""
+        if not address and self._newest is not None and stream.next_request is None:
+            taken = {other.next_request.first for other in self._idle if other.next_request}
+            first = min(set(range(self._most)) - taken)
+            try:
+                stream.request_next(self._newest, first, self._most)
+            except OSError:
+                stream.close()
+                return
+        self._idle.append(stream)
+
+    def _split_off_free(self) -> list[ReceivingStream]:
+        """Remove and return the unused streams that do not wait for the next version, under the lock."""
+        free = [stream for stream in self._idle if stream.next_request is None]
+        self._idle = [stream for stream in self._idle if stream not in free]
+        return free
+
+    def take_waiting(self, address: str) -> list[ReceivingStream]:
+        """Return the unused streams over which the next version was requested; it may be arriving."""
+        self._use(address)
+        with self._lock:
+            self._newest = None
+            free = self._split_off_free()
+            waiting, self._idle = self._idle, free
+        return waiting
 
     def take(self, address: str) -> ReceivingStream:
         """Return a stream to a source: an unused one that still works, or else a new one.
@@ -71,13 +120,15 @@ class StreamPool:
         self._use(address)
         while True:
             with self._lock:
-                if not self._idle:
-                    break
-                stream = self._idle.pop()
+                # Streams that wait for the next version give no other answers before.
+                free = self._split_off_free()
+                stream = free.pop() if free else None
+                self._idle += free
+            if stream is None:
+                return self._dial(address)
             if stream.is_idle():
                 return stream
             stream.close()
-        return self._dial(address)
 
     def give_back(self, address: str, stream: ReceivingStream) -> None:
         """Put a stream back into the pool, or close it if the pool has enough or has another source.
@@ -87,13 +138,15 @@ class StreamPool:
             stream: The stream. All of its requests have been answered.
         """
         with self._lock:
-            is_kept = (
-                address == self._address and len(self._idle) < self._most and not self._is_closed
-            )
+            is_kept = self._has_room(address)
             if is_kept:
-                self._idle.append(stream)
+                self._add(address, stream)
         if not is_kept:
             stream.close()
+
+    def _has_room(self, address: str) -> bool:
+        """Return whether an unused stream to a source stays open. The caller holds the lock."""
+        return address == self._address and len(self._idle) < self._most and not self._is_closed
 
     def _use(self, address: str) -> None:
         """Set the address of the source; if it is another one, close the streams to the former source."""

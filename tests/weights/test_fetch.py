@@ -30,6 +30,7 @@ class FakeStream:
     """
 
     bytes_ahead = 2 * LEAST_CHUNK_BYTES
+    next_request = None  # it does not send a version by itself
 
     def __init__(self, store, breaks_after=10**9, spoil=lambda data: data, pause=lambda: None):
         self._reader = ChunkReader(store)

@@ -6,7 +6,7 @@ import pytest
 
 from holmes_ext.join.coordinator.state import RoundState
 from holmes_ext.weights import rate
-from holmes_ext.weights.rate import PAUSE_S, RateLimit, mark_background
+from holmes_ext.weights.rate import PAUSE_S, RateLimit, make_background
 
 MB = 10**6
 
@@ -52,6 +52,12 @@ def test_weights_pause_while_a_round_is_exchanged(clock):
     assert clock.now == pytest.approx(1008, abs=0.01)
 
 
+def test_bytes_that_wait_for_their_turn_pause_too(clock):
+    limit = RateLimit(8 * MB, is_training_sending=lambda: 1000.5 <= clock.now < 1003)
+    limit.take(MB)
+    assert clock.now == pytest.approx(1003, abs=0.01)
+
+
 def test_jobs_that_always_exchange_do_not_stop_the_weights(clock):
     limit = RateLimit(8 * MB, is_training_sending=lambda: True)
     sent_at = []
@@ -85,8 +91,9 @@ def test_packets_are_marked(family):
     except OSError:
         pytest.skip("this host has no IPv6")
     with connection:
-        mark_background(connection)
+        make_background(connection)
         assert connection.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) == 0x20
         if family == socket.AF_INET6:
             assert connection.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS) == 0x20
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) == 2
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == 2**17
