@@ -133,9 +133,13 @@ class Gate:
             present: Names of the jobs in the run.
 
         Raises:
-            HolmesError: The certificate is that of another job in the run, or the settings are not
-                the run's.
+            HolmesError: The certificate was revoked or is that of another job in the run, or the settings
+                are not the run's.
         """
+        # A request that was sent before the revocation may be answered after it.
+        holder = Holder(identity.certificate, frozenset({identity.job}))
+        if self.credentials.is_revoked(holder):
+            raise HolmesError(f"the certificate of job {identity.job!r} was revoked")
         for other in present:
             has_same_certificate = self._certificates.get(other) == identity.certificate
             if other != identity.job and has_same_certificate:
