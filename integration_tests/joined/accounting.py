@@ -9,6 +9,16 @@ A job that is not a member of a committed round is
     sitting out     it was late too often
     left out        its data could not be used, or it was lost during the exchange
     taking weights  it came back in the meantime, or has weights of another round
+    revoked         its certificates are refused
+
+The account also lists the lines that break a promise of SECURITY.md:
+
+    stay or return after a revocation    A revoked job is in the run, or in a committed round. It may be again
+                                         when it has got a certificate for a new invitation.
+    vote more than once                  Two names of a holder are in the run at the same time, or in one
+                                         committed round. Only jobs in the run vote.
+    exclude a job by an accusation alone A majority excludes a job, but the accusers are not at least two
+                                         holders.
 """
 
 from __future__ import annotations
@@ -30,6 +40,33 @@ _STATES = (  # what a line says of a job -> its state from then on
 )
 _SITS_OUT = re.compile(r"job (\S+) was waited for .* it sits out until round (\d+)")
 _NOT_COUNTED = re.compile(r"round (\d+): job (\S+) is (?:left out|lost on the way)")
+_ARRIVED = re.compile(r"^job (\S+) is here")
+_GONE = re.compile(r"^job (\S+) is gone: ")
+#: Line of the coordinator, and line of the soak test (revoked_line()).
+_REVOKED = re.compile(r"^job (\S+) is (?:gone: it was revoked|revoked)$")
+_CERTIFIED = re.compile(r"^job (\S+) has got its certificate$")
+_VOTED_OUT = re.compile(r"job \S+ is left out: jobs (.+?) accuse it: ")
+_NUMBERED = re.compile(r"-\d+$")
+#: Fewest holders whose accusations exclude a job without its accusers.
+_LEAST_ACCUSERS = 2
+
+
+def holder_of(name: str) -> str:
+    """Return the holder of a job's certificate: the jobs NAME, NAME-2, NAME-3, ... have the same holder."""
+    return _NUMBERED.sub("", name)
+
+
+def revoked_line(name: str) -> str:
+    """Return the line which says that the coordinator refuses a job's certificates from now on."""
+    return f"job {name} is revoked"
+
+
+def members_of(line: str) -> set[str]:
+    """Return the members of the committed round whose end a line of the coordinator says; else none."""
+    ended = _ENDED.search(line)
+    if not ended or ended[2] == "void":
+        return set()
+    return {part.split()[0] for part in ended[4].split(", ")}
 
 
 @dataclass
@@ -41,6 +78,7 @@ class Account:
     )  # "committed", "void: reason", "abandoned"
     jobs: Counter[str] = field(default_factory=Counter)  # "east: member", "east: late", ...
     unexplained: list[str] = field(default_factory=list)  # lines of void rounds without a reason
+    broken_promises: list[str] = field(default_factory=list)  # "promise: line"
 
     @property
     def lines(self) -> list[str]:
@@ -57,12 +95,59 @@ def account_of(coordinators: Iterable[list[str]], names: Iterable[str]) -> Accou
 
     Args:
         coordinators: Lines of each coordinator, in order.
-        names: Names of the jobs.
+        names: Names of the jobs. Jobs with the same holder (holder_of()) are counted together.
     """
     account = Account()
+    names = list(names)
+    promises = _Promises()
     for lines in coordinators:
-        _add_lines(account, lines, list(names))
+        promises.forget_presence()
+        for line in lines:
+            account.broken_promises += [
+                f"{promise}: {line}" for promise in promises.broken_by(line)
+            ]
+        _add_lines(account, lines, names)
     return account
+
+
+class _Promises:
+    """Promises of SECURITY.md about members, checked line by line."""
+
+    def __init__(self) -> None:
+        self._present: set[str] = set()  # jobs in the run
+        self._revoked: set[str] = set()  # jobs
+
+    def forget_presence(self) -> None:
+        """Forget which jobs are in the run, because the next lines are of another coordinator."""
+        self._present.clear()
+
+    def broken_by(self, line: str) -> list[str]:
+        """Return the promises that a line shows to be broken, and remember what the line says."""
+        if revoked := _REVOKED.search(line):
+            self._revoked.add(revoked[1])
+        if certified := _CERTIFIED.search(line):
+            self._revoked.discard(certified[1])
+        if gone := _GONE.search(line):
+            self._present.discard(gone[1])
+        broken = []
+        if arrived := _ARRIVED.search(line):
+            self._present.add(arrived[1])
+            broken += self._broken_in(self._present)
+        broken += self._broken_in(members_of(line))
+        if (voted_out := _VOTED_OUT.search(line)) and "more" not in voted_out[1].split():
+            accusers = {holder_of(name) for name in voted_out[1].split(", ")}
+            if len(accusers) < _LEAST_ACCUSERS:
+                broken.append("a holder excludes a job alone")
+        return broken
+
+    def _broken_in(self, together: set[str]) -> list[str]:
+        """Return the promises that are broken if these jobs are in the run, or in a round, together."""
+        broken = [f"job {name} was revoked" for name in sorted(together & self._revoked)]
+        holders = Counter(holder_of(name) for name in together)
+        broken += [
+            f"holder {name} has {count} votes" for name, count in holders.items() if count > 1
+        ]
+        return broken
 
 
 class _Jobs:
@@ -79,13 +164,21 @@ class _Jobs:
             if found := pattern.search(line):
                 self._state_of[found[1]] = state
                 break
+        if found := _REVOKED.search(line):
+            self._state_of[found[1]] = "revoked"
         if found := _SITS_OUT.search(line):
             self._sits_out_until[found[1]] = int(found[2])
         if found := _NOT_COUNTED.search(line):
             self._not_counted.add((int(found[1]), found[2]))
 
-    def why_no_member(self, name: str, number: int) -> str:
-        """Return why a job is no member of the committed round of this number."""
+    def why_no_member(self, names: Iterable[str], number: int) -> str:
+        """Return why none of a holder's jobs is a member of the committed round of this number."""
+        reasons = [self._why_no_member(name, number) for name in names]
+        return next(
+            (reason for reason in reasons if reason not in ("gone", "revoked")), reasons[-1]
+        )
+
+    def _why_no_member(self, name: str, number: int) -> str:
         if (number, name) in self._not_counted:
             return "left out"
         if self._state_of[name] == "in" and number < self._sits_out_until[name]:
@@ -96,6 +189,9 @@ class _Jobs:
 def _add_lines(account: Account, lines: list[str], names: list[str]) -> None:
     """Add the rounds of one coordinator to the account."""
     jobs = _Jobs(names)
+    names_of_holder: dict[str, list[str]] = {}
+    for name in names:
+        names_of_holder.setdefault(holder_of(name), []).append(name)
     numbers: list[int] = []  # of rounds that ended
     for line in lines:
         jobs.follow(line)
@@ -110,16 +206,17 @@ def _add_lines(account: Account, lines: list[str], names: list[str]) -> None:
                 account.unexplained.append(line)
             continue
         account.rounds["committed"] += 1
-        members = {part.split()[0] for part in ended[4].split(", ")}
-        for name in names:
-            why = "member" if name in members else jobs.why_no_member(name, number)
-            account.jobs[f"{name}: {why}"] += 1
+        members = members_of(line)
+        for holder, its_names in names_of_holder.items():
+            is_member = not members.isdisjoint(its_names)
+            why = "member" if is_member else jobs.why_no_member(its_names, number)
+            account.jobs[f"{holder}: {why}"] += 1
     if numbers:
         account.rounds["abandoned"] += max(numbers) - min(numbers) + 1 - len(set(numbers))
 
 
 def _without_names(reason: str, names: list[str]) -> str:
     """Return a reason in which names of jobs and numbers are replaced, so that equal reasons are counted."""
-    for name in names:
+    for name in sorted(names, key=len, reverse=True):
         reason = re.sub(rf"\b{name}\b", "JOB", reason)
     return re.sub(r"\d+(\.\d+)?(e[+-]\d+)?", "N", reason)[:120]
