@@ -102,11 +102,12 @@ def account_of(coordinators: Iterable[list[str]], names: Iterable[str]) -> Accou
     promises = _Promises()
     for lines in coordinators:
         promises.forget_presence()
+        jobs = _Jobs(names, set(promises.revoked))
+        _add_lines(account, lines, jobs)
         for line in lines:
             account.broken_promises += [
                 f"{promise}: {line}" for promise in promises.broken_by(line)
             ]
-        _add_lines(account, lines, names)
     return account
 
 
@@ -115,7 +116,7 @@ class _Promises:
 
     def __init__(self) -> None:
         self._present: set[str] = set()  # jobs in the run
-        self._revoked: set[str] = set()  # jobs
+        self.revoked: set[str] = set()  # jobs
 
     def forget_presence(self) -> None:
         """Forget which jobs are in the run, because the next lines are of another coordinator."""
@@ -124,9 +125,9 @@ class _Promises:
     def broken_by(self, line: str) -> list[str]:
         """Return the promises that a line shows to be broken, and remember what the line says."""
         if revoked := _REVOKED.search(line):
-            self._revoked.add(revoked[1])
+            self.revoked.add(revoked[1])
         if certified := _CERTIFIED.search(line):
-            self._revoked.discard(certified[1])
+            self.revoked.discard(certified[1])
         if gone := _GONE.search(line):
             self._present.discard(gone[1])
         broken = []
@@ -142,7 +143,7 @@ class _Promises:
 
     def _broken_in(self, together: set[str]) -> list[str]:
         """Return the promises that are broken if these jobs are in the run, or in a round, together."""
-        broken = [f"job {name} was revoked" for name in sorted(together & self._revoked)]
+        broken = [f"job {name} was revoked" for name in sorted(together & self.revoked)]
         holders = Counter(holder_of(name) for name in together)
         broken += [
             f"holder {name} has {count} votes" for name, count in holders.items() if count > 1
@@ -151,10 +152,16 @@ class _Promises:
 
 
 class _Jobs:
-    """States of all jobs, as the lines of one coordinator describe them up to now."""
+    """States of all jobs, as the lines of one coordinator describe them up to now.
 
-    def __init__(self, names: list[str]):
-        self._state_of = dict.fromkeys(names, "gone")
+    Args:
+        names: All jobs.
+        revoked: Those that were revoked before the first line.
+    """
+
+    def __init__(self, names: list[str], revoked: set[str]):
+        self.names = names
+        self._state_of = {name: "revoked" if name in revoked else "gone" for name in names}
         self._sits_out_until = dict.fromkeys(names, 0)
         self._not_counted: set[tuple[int, str]] = set()  # (round, job)
 
@@ -173,10 +180,9 @@ class _Jobs:
 
     def why_no_member(self, names: Iterable[str], number: int) -> str:
         """Return why none of a holder's jobs is a member of the committed round of this number."""
-        reasons = [self._why_no_member(name, number) for name in names]
-        return next(
-            (reason for reason in reasons if reason not in ("gone", "revoked")), reasons[-1]
-        )
+        reasons = {self._why_no_member(name, number) for name in names}
+        # At most one of the jobs is in the run, and the others are gone.
+        return next(iter(reasons - {"gone", "revoked"} or reasons - {"gone"} or reasons))
 
     def _why_no_member(self, name: str, number: int) -> str:
         if (number, name) in self._not_counted:
@@ -186,11 +192,10 @@ class _Jobs:
         return "taking weights" if self._state_of[name] == "in" else self._state_of[name]
 
 
-def _add_lines(account: Account, lines: list[str], names: list[str]) -> None:
+def _add_lines(account: Account, lines: list[str], jobs: _Jobs) -> None:
     """Add the rounds of one coordinator to the account."""
-    jobs = _Jobs(names)
     names_of_holder: dict[str, list[str]] = {}
-    for name in names:
+    for name in jobs.names:
         names_of_holder.setdefault(holder_of(name), []).append(name)
     numbers: list[int] = []  # of rounds that ended
     for line in lines:
@@ -201,7 +206,7 @@ def _add_lines(account: Account, lines: list[str], names: list[str]) -> None:
         number = int(ended[1])
         numbers.append(number)
         if ended[2] == "void":
-            account.rounds[f"void: {_without_names(ended[3] or '', names)}"] += 1
+            account.rounds[f"void: {_without_names(ended[3] or '', jobs.names)}"] += 1
             if not ended[3]:
                 account.unexplained.append(line)
             continue

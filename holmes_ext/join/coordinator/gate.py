@@ -7,6 +7,7 @@ the same certificate.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -37,6 +38,8 @@ _COMPLAINTS_S = 60.0
 #: Log lines about rejected callers in that time, of each network and in all.
 _COMPLAINTS = 5
 _COMPLAINTS_IN_ALL = 60
+#: Nanoseconds after a change of the state folder in which another change may have the same time.
+_SETTLED_NS = 10**9
 
 
 class JobIdentity(NamedTuple):
@@ -171,8 +174,8 @@ class Gate:
         """Return the list of revoked certificates, if `holmes join revoke` has changed it.
 
         Returns:
-            The whole list from the state folder. None if the folder has not changed since the last call,
-            or if its list equals the list in force (`credentials.revoked`).
+            The whole list from the state folder. None if the folder has not changed since the last call (and
+            not within the last second), or if its list equals the list in force (`credentials.revoked`).
 
         Raises:
             HolmesError: The list cannot be read. The list in force stays valid, and the next calls return
@@ -185,6 +188,9 @@ class Gate:
             return None
         self._folder_version = version
         entries = folder.revocations()
+        if time.time_ns() < max(version, default=0) + _SETTLED_NS:
+            # Another change in the same tick of the file system's clock would not change the version again.
+            self._folder_version = ()
         return entries if entries != self.credentials.revoked else None
 
     def is_revoked(self, job: str, entries: frozenset[str]) -> bool:
