@@ -77,19 +77,19 @@ class Members:
         Then assert that all connections of the jobs end, and that the coordinator refuses their certificates.
         The lines of the coordinator get one for each job: from there on, the job must not take part.
         """
-        open_before = [connections_of(job) for job in jobs]
+        open_before = connections_of(jobs)
         self._command("revoke", jobs[0].name)
         # The coordinator reads the list before it answers.
         ask_status("127.0.0.1", self._port, run_at(self._port).credentials(), _PATIENCE_S)
         for job in jobs:
             server.told.append(revoked_line(job.name))
             self._assert_is_refused(job)
-        for job, before in zip(jobs, open_before):
-            await_(
-                lambda job=job, before=before: not before & connections_of(job),
-                _PATIENCE_S,
-                f"the end of the connections of {job.name}, which was revoked",
-            )
+        names = ", ".join(job.name for job in jobs)
+        await_(
+            lambda: not open_before & connections_of(jobs),
+            _PATIENCE_S,
+            f"the end of the connections of {names}, revoked",
+        )
 
     def address_of(self, job: Job) -> JoinAddress:
         return JoinAddress(job.name, "127.0.0.1", self._port)
@@ -169,6 +169,12 @@ class Crowd:
             if job.ended:
                 job.start()
 
+    def kill_newcomers(self) -> None:
+        """Kill the jobs that have not made a round since their last start."""
+        for job in self.jobs:
+            if not any(line.get("verdict") == "commit" for line in job.lines_of_last):
+                job.kill()
+
     def end(self, server: Any) -> None:
         """Revoke the member's certificate, and kill its jobs."""
         self._members.revoke(self.jobs, server)
@@ -239,15 +245,16 @@ def certificate_of_names(authority: KeyPair, request: str, names: Sequence[str])
     return certificate.public_bytes(serialization.Encoding.PEM).decode()
 
 
-def connections_of(job: Job) -> set[Connection]:
-    """Return the established TCP connections of a job's processes to other processes."""
+def connections_of(jobs: Sequence[Job]) -> set[Connection]:
+    """Return the established TCP connections of the jobs' processes to other processes."""
     ends = {
         (tuple(each.laddr), tuple(each.raddr))
+        for job in jobs
         for process in job.processes
         for each in _connections_of_process(process.pid)
         if each.status == psutil.CONN_ESTABLISHED
     }
-    # Ranks of a job are connected to each other, too: both ends are the job's.
+    # Ranks of a job are connected to each other, too: both ends are of these jobs.
     return {(here, there) for here, there in ends if (there, here) not in ends}
 
 

@@ -34,6 +34,7 @@ import argparse
 import contextlib
 import json
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -72,6 +73,7 @@ KILLED_SHARE = 0.5
 CROWD_S = (10.0, 30.0)
 CROWD_LIES = ("flip", "accuse")
 PATIENCE_S = 180
+_RECONNECTED = re.compile(r"is here \(.*, (in|late)\)")
 
 
 class Ledger:
@@ -179,6 +181,8 @@ class Soak:
                         self.jobs = start_jobs(self._place, port, job_count, self._members)
                     self._strike_until(min(end, time.monotonic() + self._chance.uniform(20, 60)))
                     await_(self._one_in_the_run, PATIENCE_S, "a job that has made a round")
+                    if self._crowd is not None:
+                        self._crowd.kill_newcomers()
                 self._ledger.tell("the coordinator is restarted")
                 self._ledger.account(self._place, self._events)
             self._cut_pairs.mend(everything=True)
@@ -187,12 +191,12 @@ class Soak:
         finally:
             self._kill_all()
             (self._place / "events.txt").write_text("\n".join(self._events))
+            account = account_of(self._coordinators, names_in(self._place))
+            for line in account.lines:
+                self._ledger.tell(line)
+            for problem in (*account.unexplained, *account.broken_promises):
+                self._ledger.tell(f"WRONG: {problem}")
         self._ledger.account(self._place, self._events)
-        account = account_of(self._coordinators, names_in(self._place))
-        for line in account.lines:
-            self._ledger.tell(line)
-        for problem in (*account.unexplained, *account.broken_promises):
-            self._ledger.tell(f"WRONG: {problem}")
         assert not account.unexplained, f"{len(account.unexplained)} void rounds without a reason"
         assert not account.broken_promises, f"{len(account.broken_promises)} broken promises"
 
@@ -202,7 +206,16 @@ class Soak:
         with coordinator(port) as server:
             self._server = server
             self._coordinators.append(server.told)
+            if self.jobs:
+                await_(self._one_is_back, PATIENCE_S, "a job that has reconnected")
             yield server.port
+
+    def _one_is_back(self) -> bool:
+        """Return whether a job has reconnected after a restart of the coordinator.
+
+        A job that is started before that may begin another run: it joins first, and may train alone (min=1).
+        """
+        return any(_RECONNECTED.search(line) for line in self._server.told)
 
     def _strike_until(self, until: float) -> None:
         while time.monotonic() < until:
