@@ -1,7 +1,9 @@
 """Account of all rounds of joined jobs: what became of each, and why each job took part in it or not.
 
 It is made from the lines that the coordinators printed, in order. A round ends as committed or void, with a
-reason. A round without an end is abandoned: its jobs died, or the coordinator was killed, while it was open.
+reason. A round without an end is abandoned, because its jobs died; or it had no coordinator: the coordinator
+was killed while it was open, or it was void for its jobs while no coordinator answered.
+
 A job that is not a member of a committed round is
 
     gone            not in the run, or not begun yet
@@ -41,6 +43,7 @@ _STATES = (  # what a line says of a job -> its state from then on
 _SITS_OUT = re.compile(r"job (\S+) was waited for .* it sits out until round (\d+)")
 _NOT_COUNTED = re.compile(r"round (\d+): job (\S+) is (?:left out|lost on the way)")
 _ARRIVED = re.compile(r"^job (\S+) is here")
+_RECONNECTED = re.compile(r" is here \(.*, in\)")
 _GONE = re.compile(r"^job (\S+) is gone: ")
 #: Line of the coordinator, and line of the soak test (revoked_line()).
 _REVOKED = re.compile(r"^job (\S+) is (?:gone: it was revoked|revoked)$")
@@ -75,7 +78,7 @@ class Account:
 
     rounds: Counter[str] = field(
         default_factory=Counter
-    )  # "committed", "void: reason", "abandoned"
+    )  # "committed", "void: reason", "abandoned", "without a coordinator"
     jobs: Counter[str] = field(default_factory=Counter)  # "east: member", "east: late", ...
     unexplained: list[str] = field(default_factory=list)  # lines of void rounds without a reason
     broken_promises: list[str] = field(default_factory=list)  # "promise: line"
@@ -100,10 +103,12 @@ def account_of(coordinators: Iterable[list[str]], names: Iterable[str]) -> Accou
     account = Account()
     names = list(names)
     promises = _Promises()
+    gaps = _Gaps(account)
     for lines in coordinators:
         promises.forget_presence()
         jobs = _Jobs(names, set(promises.revoked))
-        _add_lines(account, lines, jobs)
+        gaps.begin_sequence()
+        _add_lines(account, lines, jobs, gaps)
         for line in lines:
             account.broken_promises += [
                 f"{promise}: {line}" for promise in promises.broken_by(line)
@@ -192,19 +197,61 @@ class _Jobs:
         return "taking weights" if self._state_of[name] == "in" else self._state_of[name]
 
 
-def _add_lines(account: Account, lines: list[str], jobs: _Jobs) -> None:
+class _Gaps:
+    """Counts the rounds without an end, from the numbers of the rounds that ended.
+
+    A new coordinator learns the number of the last round from the jobs that reconnect. If newly started jobs
+    come first, they begin another run at round 1, which the reconnecting jobs replace. So the numbers form
+    sequences.
+    """
+
+    def __init__(self, account: Account):
+        self._account = account
+        self._numbers: set[int] = set()  # of the current sequence
+        self._end_before = 0  # highest number of the sequence before
+        self._highest = 0  # of all sequences before
+
+    def begin_sequence(self) -> None:
+        """Note that the number of the next round may come from a job."""
+        if self._numbers:
+            self._end_before = max(self._numbers)
+            self._highest = max(self._highest, self._end_before)
+        self._numbers = set()
+
+    def add(self, number: int) -> None:
+        """Count the rounds without an end before a round that has ended."""
+        missing = 0
+        why = "abandoned"
+        if self._numbers:
+            # Rounds of asynchronous jobs, and of jobs that were away, may end in another order.
+            missing = number - max(self._numbers) - 1
+        elif self._highest:
+            why = "without a coordinator"
+            missing = number - 1 - self._highest
+            if missing < 0:  # of another run
+                missing = number - 1 - self._end_before
+        self._numbers.add(number)
+        if missing > 0:
+            self._account.rounds[why] += missing
+
+
+def _add_lines(account: Account, lines: list[str], jobs: _Jobs, gaps: _Gaps) -> None:
     """Add the rounds of one coordinator to the account."""
     names_of_holder: dict[str, list[str]] = {}
     for name in jobs.names:
         names_of_holder.setdefault(holder_of(name), []).append(name)
-    numbers: list[int] = []  # of rounds that ended
+    arrived: set[str] = set()  # jobs that this coordinator has seen
     for line in lines:
         jobs.follow(line)
+        if (found := _ARRIVED.search(line)) and found[1] not in arrived:
+            arrived.add(found[1])
+            if _RECONNECTED.search(line):
+                gaps.begin_sequence()
         ended = _ENDED.search(line)
         if not ended:
             continue
         number = int(ended[1])
-        numbers.append(number)
+        gaps.add(number)
         if ended[2] == "void":
             account.rounds[f"void: {_without_names(ended[3] or '', jobs.names)}"] += 1
             if not ended[3]:
@@ -216,8 +263,6 @@ def _add_lines(account: Account, lines: list[str], jobs: _Jobs) -> None:
             is_member = not members.isdisjoint(its_names)
             why = "member" if is_member else jobs.why_no_member(its_names, number)
             account.jobs[f"{holder}: {why}"] += 1
-    if numbers:
-        account.rounds["abandoned"] += max(numbers) - min(numbers) + 1 - len(set(numbers))
 
 
 def _without_names(reason: str, names: list[str]) -> str:

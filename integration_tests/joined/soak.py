@@ -190,7 +190,7 @@ class Soak:
                 self._make_a_round_of_all()
         finally:
             self._kill_all()
-            (self._place / "events.txt").write_text("\n".join(self._events))
+            self._write_events()
             account = account_of(self._coordinators, names_in(self._place))
             for line in account.lines:
                 self._ledger.tell(line)
@@ -199,6 +199,11 @@ class Soak:
         self._ledger.account(self._place, self._events)
         assert not account.unexplained, f"{len(account.unexplained)} void rounds without a reason"
         assert not account.broken_promises, f"{len(account.broken_promises)} broken promises"
+
+    def _write_events(self) -> None:
+        """Write the lines of all coordinators to a file, with an empty line between two coordinators."""
+        texts = ["\n".join(lines) for lines in self._coordinators]
+        (self._place / "events.txt").write_text("\n\n".join(texts))
 
     @contextlib.contextmanager
     def _serve(self, port: int) -> Iterator[int]:

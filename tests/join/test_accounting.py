@@ -37,6 +37,7 @@ def test_every_round_and_every_job_in_it_is_accounted_for():
         "void: N of min=N jobs; JOB is left out: it is N times longer than usual": 1,
         "void: ": 1,
         "abandoned": 1,  # round 6
+        "without a coordinator": 1,  # round 10
     }
     assert account.jobs == {
         "east: member": 8,
@@ -143,3 +144,26 @@ def test_names_and_members():
     assert holder_of("far-east") == "far-east"
     assert members_of("round 3: commit (east 0.50, east-2 0.50)") == {"east", "east-2"}
     assert members_of("round 3: void: east is left out") == members_of("job east begins") == set()
+
+
+@pytest.mark.parametrize(
+    "lines, gaps",
+    [
+        # A newly started job begins another run, which the reconnecting job replaces.
+        ([1, "job east is here (1 rank, in)", 101], {}),
+        ([1, "job east is here (1 rank, in)", 101, 103], {"abandoned": 1}),
+        ([1, 3], {"abandoned": 1}),
+        (["job east is here (1 rank, in)", 101, 102], {}),
+        (["job east is here (1 rank, in)", 108], {"without a coordinator": 7}),
+        (
+            ["job east is here (1 rank, in)", 100, "job east is here (1 rank, in)", 102],
+            {"abandoned": 1},
+        ),
+    ],
+)
+def test_rounds_without_an_end_are_counted_once(lines, gaps):
+    first = ["job east is here (1 rank, waiting)", "round 99: void: x", "round 100: void: x"]
+    second = [line if isinstance(line, str) else f"round {line}: void: x" for line in lines]
+    account = account_of([first, second], ["east", "west"])
+    del account.rounds["void: x"]
+    assert account.rounds == gaps
