@@ -17,7 +17,8 @@
 # make matrix the versions that people have, each row in an environment of its own (benchmarks/matrix.py); it may be ended at any
 #             time and goes on there. NEXT=1: only what no longer fits the newest of everything; ROWS="NAME,...": these
 #             once more; SLIM=1: without CUDA's libraries, 2 GB an environment instead of 5
-# make soak   joined jobs under random faults for half an hour (MINUTES=30 SEED=1); build/soak.jsonl has what happened
+# make soak   joined jobs under random faults for half an hour (MINUTES=30 SEED=1 SOAK_ARGS=--keep=DIR); build/soak.jsonl has what
+#             happened, and DIR the logs of the jobs and of the coordinator
 # make faults every fault of joined jobs, WORKERS=6 at a time
 # make locks  after a change of requirements/*.txt: the hashes of all packages, in requirements/locked (UPGRADE=1: newer ones)
 # make .venv  the environment that all use (Python 3.10 to 3.14; PYTHON=... chooses the interpreter)
@@ -178,7 +179,7 @@ MINUTES ?= 30
 SEED ?= 1
 
 soak: .venv
-	PYTHONPATH=tests:. $(BIN)/python integration_tests/joined/soak.py --minutes $(MINUTES) --seed $(SEED)
+	PYTHONPATH=tests:. $(BIN)/python integration_tests/joined/soak.py --minutes $(MINUTES) --seed $(SEED) $(SOAK_ARGS)
 
 WORKERS ?= 6
 FAULTS := integration_tests/joined/test_faults.py

@@ -37,6 +37,7 @@ from holmes_ext.join.peers import take as cross_take
 from holmes_ext.join.rounds.coordinator_link import CoordinatorLink
 from holmes_ext.join.shards.state import OuterState
 from holmes_ext.options import options_from
+from integration_tests.joined.accounting import holder_of
 
 TIMEOUT_S = 3
 OUTER = f"every=4,fragments=2,delay=1,compress=off,weight=equal,timeout={TIMEOUT_S}"
@@ -61,7 +62,7 @@ class Fault:
     hole, slow     the connections transfer nothing, or 1 KB at a time, for 2 timeouts
     flip           a lie: from then on, the rank sends the opposite values
     claim          a lie: the rank claims a version that no round made
-    accuse         a lie: the rank accuses all other jobs of a lie
+    accuse         a lie: the rank accuses all jobs of other holders of a lie
     """
 
     point: str  # a key of POINTS
@@ -112,6 +113,7 @@ class Job:
     disk_bytes: int = 0  # largest size of a checkpoint after the first; 0: no limit
     ahead_s: float = 0.0  # seconds by which the clocks of the job are ahead
     seed: int = 0
+    invitation: str = ""  # file; "": the job signs its certificate, as on the coordinator's host
     processes: list[Any] = field(default_factory=list)
 
     def start(self) -> Job:
@@ -124,6 +126,11 @@ class Job:
         for process in self.processes:
             process.start()
         return self
+
+    @property
+    def home(self) -> Path:
+        """Return the folder that keeps the certificate of an invited job, as on a host of its own."""
+        return self.place / f"{self.name}.home"
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -209,7 +216,10 @@ def _train(job: Job, rank: int, incarnation: int, tell: Callable[..., None]) -> 
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.FileStore(str(job.place / f"{job.name}.{incarnation}.store"), job.ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks)
-    training.request(options_from(join=f"{job.name}@127.0.0.1:{job.port}", outer=job.outer))
+    if job.invitation:
+        os.environ["XDG_STATE_HOME"] = str(job.home)
+    address = f"{job.name}@127.0.0.1:{job.port}"
+    training.request(options_from(join=address, outer=job.outer, join_invitation=job.invitation))
     torch_joined.attach()
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.Tanh(), torch.nn.Linear(256, 32))
@@ -413,13 +423,18 @@ def _lie(what: str, rounds: Any) -> None:
         rounds.codec.encode = lambda values, residual: encode(-values, residual)
         return
     original_ask = rounds.coordinator.ask
+    holder = holder_of(training._job.address.job)
+    others: list[str] = []  # members of the latest round that have other holders
 
     def ask(operation, message):
         if what == "claim" and operation == "ready":
             message = {**message, "versions": [10**9] * len(message["versions"])}
         elif what == "accuse" and operation == "done":
-            message = {**message, "faults": dict.fromkeys(("east", "west", "north"), "a lie")}
-        return original_ask(operation, message)
+            message = {**message, "faults": dict.fromkeys(others, "a lie")}
+        reply = original_ask(operation, message)
+        if "members" in reply:
+            others[:] = [name for name in reply["members"] if holder_of(name) != holder]
+        return reply
 
     rounds.coordinator.ask = ask
 

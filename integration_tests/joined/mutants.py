@@ -209,6 +209,20 @@ MUTANTS = [
         CERTIFICATES,
     ),
     Mutant(
+        "a revoked job says hello on its open connection",
+        "join/coordinator/gate.py",
+        "if self.credentials.is_revoked(holder):",
+        NEVER,
+        CERTIFICATES,
+    ),
+    Mutant(
+        "the second revocation in a tick is missed",
+        "join/coordinator/gate.py",
+        "if time.time_ns() < max(version, default=0) + _SETTLED_NS:",
+        NEVER,
+        CERTIFICATES,
+    ),
+    Mutant(
         "each job has settings of its own",
         "join/coordinator/gate.py",
         'if text := difference(given, required, "`holmes join serve`"):',

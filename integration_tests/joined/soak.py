@@ -4,12 +4,18 @@
     PYTHONPATH=tests:. python integration_tests/joined/soak.py --minutes 30 [--seed 1] [--jobs 3]
         [--only STRIKE,...] [--keep DIR] [--ledger FILE]
 
-Three jobs (one of two ranks) or more train on loopback with TLS. Every few seconds one of these happens:
+Three jobs (one of two ranks) or more train on loopback. Each is invited, as from another host (`holmes join
+invite`): it redeems its invitation, keeps its certificate in a folder of its own, and all connections use
+mutual TLS. Every few seconds one of these happens:
 
     kill, rank   a job is killed, or one of its ranks
     stop         a job is stopped for a while
     cut          two jobs cannot connect to each other for a while; both reach the coordinator
     liar         a job is started again as a liar (LIES), if there is none
+    revoke       a job is revoked (`holmes join revoke`). Its connections must end, and its certificate is
+                 refused. Later the job is invited again, under the same name or another
+    names        a member with one invitation runs under three names, all liars, to have three votes
+                 (members.Crowd). Later it is revoked
     nothing
 
 Jobs that died are started again, some with a fault or lie (faulty.POINTS, LIES). The coordinator is restarted
@@ -17,27 +23,31 @@ now and then.
 
 At the end, liars are ended, links are mended, and all jobs make a round. Then all jobs must have the same
 bits in the same version of each fragment, each committed round must have been applied by all of its members
-that lived, and each void round must have a reason. Otherwise the exit status is 1. The last lines account
-for every round (accounting.py). The ledger is a file of JSON lines with the faults, and with the counts
-whenever the coordinator is restarted.
+that lived, each void round must have a reason, and no line of the coordinators may break a promise about
+members (accounting.py). Otherwise the exit status is 1. The last lines account for every round. The ledger
+is a file of JSON lines with the faults, and with the counts whenever the coordinator is restarted.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
+import re
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from joined_jobs import coordinator
 from waiting import await_
 
-from integration_tests.joined.accounting import account_of
+from integration_tests.joined.accounting import account_of, members_of
 from integration_tests.joined.faulty import (
     LIES,
     OUTER,
@@ -48,13 +58,22 @@ from integration_tests.joined.faulty import (
     cut,
     start_server,
 )
+from integration_tests.joined.members import CROWD, WAYS, Crowd, Members
 
 INSIDE = ("kill", "kill", "reset", "nan", "far", *LIES)
 NAMES = ("east", "west", "north", "south", "centre", "coast", "hills", "lake")
-STRIKES = ("kill", "rank", "stop", "cut", "liar", "nothing")
+STRIKES = ("kill", "rank", "stop", "cut", "liar", "revoke", "names", "nothing")
 #: Seconds for which two jobs are cut off from each other, at least and at most.
 CUT_S = (3.0, 15.0)
+#: Seconds until a revoked job is invited again, at least and at most.
+AWAY_S = (4.0, 20.0)
+#: Share of the revoked jobs that are killed, and started again with the old certificate.
+KILLED_SHARE = 0.5
+#: Seconds that a member runs under several names, at least and at most.
+CROWD_S = (10.0, 30.0)
+CROWD_LIES = ("flip", "accuse")
 PATIENCE_S = 180
+_RECONNECTED = re.compile(r"is here \(.*, (in|late)\)")
 
 
 class Ledger:
@@ -77,8 +96,8 @@ class Ledger:
         self.tell("all is accounted for", faults=self.faults, **check(place, events))
 
 
-def start_jobs(place: Path, port: int, count: int) -> list[Job]:
-    """Start jobs, one of them of two ranks, that train without end."""
+def start_jobs(place: Path, port: int, count: int, members: Members) -> list[Job]:
+    """Invite and start jobs, one of them of two ranks, that train without end."""
     jobs = []
     for seed, name in enumerate(NAMES[:count]):
         job = Job(
@@ -91,7 +110,7 @@ def start_jobs(place: Path, port: int, count: int) -> list[Job]:
             faulty_incarnations=10**9,
             outer=f"min=1,limit=8,{OUTER}",
         )
-        jobs.append(job.start())
+        jobs.append(members.invite(job).start())
     return jobs
 
 
@@ -116,108 +135,244 @@ class CutPairs:
             cut(self._place, list(self._ends))
 
 
-def soak(
-    place: Path,
-    seconds: float,
-    seed: int,
-    ledger: Ledger,
-    job_count: int = 3,
-    strikes: tuple[str, ...] = STRIKES,
-) -> int:
-    """Run the jobs with random faults for this time, and return the exit status.
+class Soak:
+    """Jobs under random faults, and what the faults need.
 
-    Raises:
-        AssertionError: The logs of the jobs do not agree, or a round is void without a reason.
+    Args:
+        place: Folder for the files of the jobs.
+        seed: Of the random faults.
+        ledger: Record of the faults.
+        strikes: Names of the faults that may happen.
     """
-    chance = random.Random(seed)
-    coordinators: list[list[str]] = []  # lines that each coordinator printed
-    events: list[str] = []  # all of them
-    cut_pairs = CutPairs(place)
-    end = time.monotonic() + seconds
-    port = 0
-    jobs: list[Job] = []
-    try:
-        while time.monotonic() < end:
-            with coordinator(port) as server:
-                port = server.port
-                if not jobs:
-                    jobs.extend(start_jobs(place, port, job_count))
-                until = min(end, time.monotonic() + chance.uniform(20, 60))
-                while time.monotonic() < until:
-                    time.sleep(chance.uniform(1, 5))
-                    restart_ended(chance, jobs, ledger)
-                    ledger.faults += 1
-                    cut_pairs.mend()
-                    ledger.tell(strike(chance, jobs, cut_pairs, strikes))
-                await_(lambda: one_in_the_run(jobs), PATIENCE_S, "a job that has made a round")
-            coordinators.append(server.told)
-            events += server.told
-            ledger.tell("the coordinator is restarted")
-            ledger.account(place, events)
-        cut_pairs.mend(everything=True)
+
+    def __init__(self, place: Path, seed: int, ledger: Ledger, strikes: tuple[str, ...]):
+        self._place = place
+        self._chance = random.Random(seed)
+        self._ledger = ledger
+        self._strikes = strikes
+        self._cut_pairs = CutPairs(place)
+        self.jobs: list[Job] = []
+        self._revoked: dict[str, float] = {}  # job -> time.monotonic() of its next invitation
+        self._crowd: Crowd | None = None
+        self._end_of_crowd = 0.0  # time.monotonic()
+        self._names = 0  # that crowds have used
+        self._server: Any = None  # the current coordinator
+        self._coordinators: list[list[str]] = []  # lines that each coordinator printed
+
+    @property
+    def _events(self) -> list[str]:
+        """Return the lines of all coordinators."""
+        return [line for lines in self._coordinators for line in lines]
+
+    def run(self, seconds: float, job_count: int) -> None:
+        """Run the jobs with random faults for this time, and check the logs.
+
+        Raises:
+            AssertionError: The logs of the jobs do not agree, a round is void without a reason, or a promise
+                about members is broken.
+        """
+        end = time.monotonic() + seconds
+        port = 0
+        try:
+            while time.monotonic() < end:
+                with self._serve(port) as port:
+                    if not self.jobs:
+                        self._members = Members(self._place, port)
+                        self.jobs = start_jobs(self._place, port, job_count, self._members)
+                    self._strike_until(min(end, time.monotonic() + self._chance.uniform(20, 60)))
+                    await_(self._one_in_the_run, PATIENCE_S, "a job that has made a round")
+                    if self._crowd is not None:
+                        self._crowd.kill_newcomers()
+                self._ledger.tell("the coordinator is restarted")
+                self._ledger.account(self._place, self._events)
+            self._cut_pairs.mend(everything=True)
+            with self._serve(port):
+                self._make_a_round_of_all()
+        finally:
+            self._kill_all()
+            self._write_events()
+            account = account_of(self._coordinators, names_in(self._place))
+            for line in account.lines:
+                self._ledger.tell(line)
+            for problem in (*account.unexplained, *account.broken_promises):
+                self._ledger.tell(f"WRONG: {problem}")
+        self._ledger.account(self._place, self._events)
+        assert not account.unexplained, f"{len(account.unexplained)} void rounds without a reason"
+        assert not account.broken_promises, f"{len(account.broken_promises)} broken promises"
+
+    def _write_events(self) -> None:
+        """Write the lines of all coordinators to a file, with an empty line between two coordinators."""
+        texts = ["\n".join(lines) for lines in self._coordinators]
+        (self._place / "events.txt").write_text("\n\n".join(texts))
+
+    @contextlib.contextmanager
+    def _serve(self, port: int) -> Iterator[int]:
+        """Run a coordinator, and provide its port."""
         with coordinator(port) as server:
-            make_a_round_of_all(jobs, server, ledger)
-        coordinators.append(server.told)
-        events += server.told
-    finally:
-        for job in jobs:
+            self._server = server
+            self._coordinators.append(server.told)
+            if self.jobs:
+                await_(self._one_is_back, PATIENCE_S, "a job that has reconnected")
+            yield server.port
+
+    def _one_is_back(self) -> bool:
+        """Return whether a job has reconnected after a restart of the coordinator.
+
+        A job that is started before that may begin another run: it joins first, and may train alone (min=1).
+        """
+        return any(_RECONNECTED.search(line) for line in self._server.told)
+
+    def _strike_until(self, until: float) -> None:
+        while time.monotonic() < until:
+            time.sleep(self._chance.uniform(1, 5))
+            self._cut_pairs.mend()
+            self._mend_membership()
+            self._restart_ended()
+            self._ledger.faults += 1
+            what = self._chance.choice(self._strikes)
+            self._ledger.tell(self._strike(what, self._chance.choice(self.jobs)), strike=what)
+
+    def _kill_all(self) -> None:
+        for job in self.jobs:
             job.kill()
-        (place / "events.txt").write_text("\n".join(events))
-    ledger.account(place, events)
-    account = account_of(coordinators, [job.name for job in jobs])
-    for line in account.lines:
-        ledger.tell(line)
-    assert not account.unexplained, f"rounds are void without a reason: {account.unexplained[:3]}"
-    return 0
+        if self._crowd is not None:
+            self._crowd.kill()
 
+    def _restart_ended(self) -> None:
+        """Start the jobs that have ended, each with a random fault or without.
 
-def restart_ended(chance: random.Random, jobs: list[Job], ledger: Ledger) -> None:
-    """Start the jobs that have ended, each with a random fault or without."""
-    for job in jobs:
-        if job.ended:
-            job.fault = chance.choice((None, fault(chance)))
-            ledger.tell(f"{job.name} is started again, {job.fault or 'without a fault'}")
+        A revoked job is started with its old certificate, so that it ends again: it is refused.
+        """
+        for job in self.jobs:
+            if not job.ended:
+                continue
+            job.fault = None
+            if job.name not in self._revoked:
+                job.fault = self._chance.choice((None, fault(self._chance)))
+            self._ledger.tell(f"{job.name} is started again, {job.fault or 'without a fault'}")
             job.start()
+        if self._crowd is not None:
+            self._crowd.restart_ended()
 
-
-def make_a_round_of_all(jobs: list[Job], server: Any, ledger: Ledger) -> None:
-    """End the liars, wait until all jobs have made a round together, and kill the jobs."""
-    for job in jobs:
-        if job.fault and job.fault.what in LIES and not job.ended:
-            ledger.tell(f"{job.name}, {job.fault}, is ended")
+    def _mend_membership(self, everything: bool = False) -> None:
+        """End the crowd, and invite revoked jobs again, if it is time; or in any case."""
+        now = time.monotonic()
+        if self._crowd is not None and (everything or now > self._end_of_crowd):
+            self._crowd.end(self._server)
+            self._crowd = None
+            self._ledger.tell("the member with several names is revoked, and ended")
+        for index, job in enumerate(self.jobs):
+            if job.name not in self._revoked or not (everything or now > self._revoked[job.name]):
+                continue
+            del self._revoked[job.name]
             job.kill()
-        job.fault = None
+            name = self._chance.choice((job.name, self._next_name(job)))
+            self.jobs[index] = replace(job, name=name, fault=None, processes=[])
+            self._members.invite(self.jobs[index]).start()
+            self._ledger.tell(f"{job.name} is invited again, as {name}")
 
-    def all_have_committed() -> bool:
+    def _next_name(self, job: Job) -> str:
+        """Return another name for the holder of a job."""
+        base, _, number = job.name.partition("-")
+        return f"{base}-{int(number or 1) + 1}"
+
+    def _make_a_round_of_all(self) -> None:
+        """End the liars, wait until all jobs have made a round together, and kill the jobs."""
+        self._mend_membership(everything=True)
+        for job in self.jobs:
+            if job.fault and job.fault.what in LIES and not job.ended:
+                self._ledger.tell(f"{job.name}, {job.fault}, is ended")
+                job.kill()
+            job.fault = None
+        names = {job.name for job in self.jobs}
+
+        def all_have_committed() -> bool:
+            for job in self.jobs:
+                if job.ended:
+                    job.start()
+            return any(names <= members_of(line) for line in self._server.told)
+
+        await_(all_have_committed, PATIENCE_S, "a round of all jobs")
+        self._kill_all()
+
+    def _one_in_the_run(self) -> bool:
+        """Return whether a job that will not die by a fault has made a round; start the jobs that have ended.
+
+        Only such a job remembers the number of rounds while the coordinator is restarted. If all jobs died
+        meanwhile, the next coordinator would count from 1 again, and check() would compare different rounds.
+        """
+        jobs = [job for job in self.jobs if job.name not in self._revoked]
+        mortal = [job for job in jobs if job.fault and job.fault.what == "kill"]
+        if len(mortal) == len(jobs):
+            mortal[0].kill()
         for job in jobs:
             if job.ended:
+                job.fault = None
                 job.start()
-        commits = [line for line in server.told if "commit" in line]
-        return any(all(job.name in line for job in jobs) for line in commits)
+            elif job not in mortal and any(
+                line.get("verdict") == "commit" for line in job.lines_of_last
+            ):
+                return True
+        return False
 
-    await_(all_have_committed, PATIENCE_S, "a round of all jobs")
-    for job in jobs:
+    def _strike(self, what: str, job: Job) -> str:
+        """Do a strike, to this job if it concerns one, and return a line about it."""
+        match what:
+            case "kill":
+                job.kill()
+            case "rank":
+                job.processes[-1].kill()
+                job.processes[-1].join()
+            case "stop":
+                job.signal(signal.SIGSTOP)
+                time.sleep(self._chance.uniform(0.5, 8))
+                job.signal(signal.SIGCONT)
+            case "cut":
+                other = self._chance.choice([other for other in self.jobs if other is not job])
+                self._cut_pairs.add((job.name, other.name), self._chance.uniform(*CUT_S))
+                return f"{job.name}: cut from {other.name}"
+            case "liar":
+                return self._start_liar(job)
+            case "revoke":
+                return self._revoke(job)
+            case "names":
+                return self._start_crowd()
+        return f"{job.name}: {what}"
+
+    def _start_liar(self, job: Job) -> str:
+        if any(one.fault and one.fault.what in LIES for one in self.jobs):
+            return "nothing: there is a liar already"
+        if job.name in self._revoked:
+            return f"nothing: {job.name} is revoked"
         job.kill()
+        job.fault = Fault("ready", 1, self._chance.choice(LIES))
+        job.start()
+        return f"{job.name} is started again, {job.fault}"
+
+    def _revoke(self, job: Job) -> str:
+        if self._revoked:
+            return "nothing: there is a revoked job already"
+        self._members.revoke([job], self._server)
+        self._revoked[job.name] = time.monotonic() + self._chance.uniform(*AWAY_S)
+        if self._chance.random() < KILLED_SHARE:
+            job.kill()  # _restart_ended() starts it with its old certificate
+        return f"{job.name} is revoked"
+
+    def _start_crowd(self) -> str:
+        if self._crowd is not None:
+            return "nothing: there is a member with several names already"
+        names = [f"crowd-{self._names + number}" for number in range(1, CROWD + 1)]
+        self._names += CROWD
+        way, lie = self._chance.choice(WAYS), self._chance.choice(CROWD_LIES)
+        pattern = replace(self.jobs[0], processes=[])
+        self._crowd = Crowd(self._members, pattern, names, way, lie).start()
+        self._end_of_crowd = time.monotonic() + self._chance.uniform(*CROWD_S)
+        return f"{', '.join(names)} are started: one member, {way}, {lie}"
 
 
-def one_in_the_run(jobs: list[Job]) -> bool:
-    """Return whether a job that will not die by a fault has made a round; start the jobs that have ended.
-
-    Only such a job remembers the number of rounds while the coordinator is restarted. If all jobs died
-    meanwhile, the next coordinator would count from 1 again, and check() would compare different rounds.
-    """
-    mortal = [job for job in jobs if job.fault and job.fault.what == "kill"]
-    if len(mortal) == len(jobs):
-        mortal[0].kill()
-    for job in jobs:
-        if job.ended:
-            job.fault = None
-            job.start()
-        elif job not in mortal and any(
-            line.get("verdict") == "commit" for line in job.lines_of_last
-        ):
-            return True
-    return False
+def names_in(place: Path) -> list[str]:
+    """Return the names of all jobs that have written logs."""
+    return sorted({file.name.split(".")[0] for file in place.glob("*.0.jsonl")})
 
 
 def fault(chance: random.Random) -> Fault:
@@ -225,35 +380,6 @@ def fault(chance: random.Random) -> Fault:
     point = chance.choice(sorted(set(POINTS) - {"save"}))
     nth = chance.randint(1, 12)
     return Fault(point, nth, chance.choice(INSIDE))
-
-
-def strike(
-    chance: random.Random, jobs: list[Job], cut_pairs: CutPairs, strikes: tuple[str, ...]
-) -> str:
-    """Do one of the strikes to a random job, and return a line about it."""
-    job = chance.choice(jobs)
-    what = chance.choice(strikes)
-    if what == "kill":
-        job.kill()
-    elif what == "rank":
-        job.processes[-1].kill()
-        job.processes[-1].join()
-    elif what == "stop":
-        job.signal(signal.SIGSTOP)
-        time.sleep(chance.uniform(0.5, 8))
-        job.signal(signal.SIGCONT)
-    elif what == "cut":
-        other = chance.choice([other for other in jobs if other is not job])
-        cut_pairs.add((job.name, other.name), chance.uniform(*CUT_S))
-        return f"{job.name}: cut from {other.name}"
-    elif what == "liar":
-        if any(one.fault and one.fault.what in LIES for one in jobs):
-            return "nothing: there is a liar already"
-        job.kill()
-        job.fault = Fault("ready", 1, chance.choice(LIES))
-        job.start()
-        return f"{job.name} is started again, {job.fault}"
-    return f"{job.name}: {what}"
 
 
 def main() -> int:
@@ -281,10 +407,11 @@ def main() -> int:
         if args.keep:
             place.mkdir(parents=True)
         try:
-            return soak(place, 60 * args.minutes, args.seed, ledger, args.jobs, strikes)
+            Soak(place, args.seed, ledger, strikes).run(60 * args.minutes, args.jobs)
         except AssertionError as error:
             ledger.tell(f"WRONG: {error}")
             return 1
+    return 0
 
 
 if __name__ == "__main__":

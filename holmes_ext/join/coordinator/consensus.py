@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from holmes_ext.join.coordinator.reports import Claim
+from holmes_ext.words import some_of
 
 #: Number of accusers that is too few, however few jobs vote: a single job is not trusted.
 _TOO_FEW_ACCUSERS = 1
@@ -95,7 +96,8 @@ def voted_out(votes: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     excluded: dict[str, str] = {}
     for accused, reasons in accusations.items():
         if len(reasons) > max(_TOO_FEW_ACCUSERS, half_of_the_others):
-            excluded[accused] = next(iter(reasons.values()))
+            first_reason = next(iter(reasons.values()))
+            excluded[accused] = f"jobs {some_of(reasons)} accuse it: {first_reason}"
 
     # Then the conflicts: accusations without a majority, between jobs that are not voted out yet.
     conflicts: list[tuple[str, str]] = []  # (voter, accused)

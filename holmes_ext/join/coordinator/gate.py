@@ -7,6 +7,7 @@ the same certificate.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -38,6 +39,8 @@ _COMPLAINTS_S = 60.0
 #: Log lines about rejected callers in that time, of each network and in all.
 _COMPLAINTS = 5
 _COMPLAINTS_IN_ALL = 60
+#: Nanoseconds after a change of the state folder in which another change may have the same time.
+_SETTLED_NS = 10**9
 
 
 class JobIdentity(NamedTuple):
@@ -133,9 +136,13 @@ class Gate:
             present: Names of the jobs in the run.
 
         Raises:
-            HolmesError: The certificate is that of another job in the run, or the settings are not
-                the run's.
+            HolmesError: The certificate was revoked or is that of another job in the run, or the settings
+                are not the run's.
         """
+        # A request that was sent before the revocation may be answered after it.
+        holder = Holder(identity.certificate, frozenset({identity.job}))
+        if self.credentials.is_revoked(holder):
+            raise HolmesError(f"the certificate of job {identity.job!r} was revoked")
         for other in present:
             has_same_certificate = self._certificates.get(other) == identity.certificate
             if other != identity.job and has_same_certificate:
@@ -171,8 +178,8 @@ class Gate:
         """Return the list of revoked certificates, if `holmes join revoke` has changed it.
 
         Returns:
-            The whole list from the state folder. None if the folder has not changed since the last call,
-            or if its list equals the list in force (`credentials.revoked`).
+            The whole list from the state folder. None if the folder has not changed since the last call (and
+            not within the last second), or if its list equals the list in force (`credentials.revoked`).
 
         Raises:
             HolmesError, OSError: The list cannot be read. The list in force stays valid, and the next
@@ -184,6 +191,9 @@ class Gate:
             return None
         self._folder_version = version
         entries = folder.revocations()
+        if time.time_ns() < max(version, default=0) + _SETTLED_NS:
+            # Another change in the same tick of the file system's clock would not change the version again.
+            self._folder_version = ()
         return entries if entries != self.credentials.revoked else None
 
     def is_revoked(self, job: str, entries: frozenset[str]) -> bool:

@@ -119,10 +119,20 @@ class LockStepRounds:
         if round_state is not None and _has_begun(round_state):  # without this job
             return True
         current_round = self._state.rounds.get(self._state.number)
-        if current_round is not None and _goes_on_without(current_round, member.name):
+        if current_round is not None and self._goes_on_without(current_round, member.name):
             return True  # its weights are outdated as soon as that round is committed
         has_outdated_weights = self._versions.behind_reply(member) is not None
         return has_outdated_weights
+
+    def _goes_on_without(self, round_state: RoundState, name: str) -> bool:
+        """Return whether a round's exchange is under way, and the job is not one of its members now.
+
+        A round whose members are all gone is not under way: nobody ends it.
+        """
+        is_under_way = round_state.attempt > 0 and not round_state.outcome
+        if not is_under_way or name in round_state.members:
+            return False
+        return any(member.name in round_state.members for member in self._state.present())
 
     def _add_ready_job(self, member: Member, report: ReadyReport, now: float) -> RoundState:
         """Add a job to the round that it is ready for; the first job opens the round.
@@ -396,9 +406,3 @@ class LockStepRounds:
 def _has_begun(round_state: RoundState) -> bool:
     """Return whether the exchange of a round has begun, or the round is already over."""
     return round_state.attempt > 0 or round_state.outcome != ""
-
-
-def _goes_on_without(round_state: RoundState, name: str) -> bool:
-    """Return whether a round's exchange is under way, and the job is not one of its members now."""
-    is_under_way = round_state.attempt > 0 and not round_state.outcome
-    return is_under_way and name not in round_state.members

@@ -256,11 +256,13 @@ class CoordinatorServer:
                 return
             if entries is None:
                 return
+            # Before the jobs are gone: a job that is gone says hello again, and is refused only if the new
+            # list is in force by then.
+            self._gate.credentials.revoke(entries)
             for member in self._coordinator.state.present():
                 if self._gate.is_revoked(member.name, entries):
                     self._coordinator.gone(member.name, member.incarnation, "it was revoked")
             self._log_events(wake=True)
-        self._gate.credentials.revoke(entries)
 
     def _complain(self, host: str, reason: str) -> None:
         """Log that a caller was rejected, unless the log has many such lines of the last minute."""

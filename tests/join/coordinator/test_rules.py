@@ -420,3 +420,15 @@ def test_a_job_that_returns_with_a_later_round_voids_none_of_the_others():
     run.hello("zero", entered=True, round=5)
     state = run.coordinator.state
     assert state.number == 1 and not state.rounds[1].outcome
+
+
+def test_a_round_whose_members_are_all_gone_keeps_no_newcomer_from_the_next():
+    """The only job was revoked during its round; all that joined later skipped rounds for ever."""
+    run = Run("east")
+    run.whole_round(1, "east")
+    assert run.ready("east", 2)["verdict"] == "go"
+    run.coordinator.gone("east", "1", "it was revoked")
+    run.hello("west")
+    assert run.enter("west") == {"verdict": "in", "round": 2}
+    assert run.ready("west", 3)["members"] == {"west": 1.0}
+    assert [reply["verdict"] for reply in run.end(3, "west")] == ["commit"]

@@ -24,10 +24,11 @@ from holmes_ext.join.identity.job_certificate import (
     run_on_this_host,
 )
 from holmes_ext.join.identity.private_files import write_private
+from holmes_ext.join.identity.run_folder import RunFolder
 from holmes_ext.join.settings import parse_outer
 from holmes_ext.join.shards.job_ranks import JobRanks
 from holmes_ext.join.sockets.certificates import make_key
-from holmes_ext.join.sockets.handshake import NotAuthentic, Refused
+from holmes_ext.join.sockets.handshake import BY_FINGERPRINT, BY_NAME, NotAuthentic, Refused
 from holmes_ext.options import options_from
 
 HELLO = {
@@ -235,6 +236,45 @@ def test_a_certificate_is_one_job():
     ):
         gate.admit_hello(twin, hello, ["east"])
     assert gate.admit_hello(twin, hello, []) is hello, "east has left"
+
+
+def test_a_hello_from_before_the_revocation_is_refused_after_it():
+    """The job is connected already, so only its certificate in the hello shows that it was revoked."""
+    run = run_at(7).served()
+    gate = Gate(run, None)
+    hello = hello_from(HELLO)
+    east = JobIdentity("east", "1", "certificate one")
+    assert gate.admit_hello(east, hello, []) is hello
+    for entry in (BY_FINGERPRINT + "certificate one", BY_NAME + "east"):
+        run.credentials.revoke([entry])
+        with pytest.raises(HolmesError, match="of job 'east' was revoked"):
+            gate.admit_hello(east, hello, [])
+        other = JobIdentity("west", "1", "certificate two")
+        assert gate.admit_hello(other, hello, []) is hello
+
+
+def test_two_revocations_in_one_tick_of_the_clock_are_both_read(monkeypatch):
+    """The second one does not change the time of the folder."""
+    served = run_at(8).served()
+    gate = Gate(served, None)
+    folder = served.folder.path / "invitations"
+    for job in ("east", "west"):
+        credentials_of(job, 8)
+    served.folder.revoke("east")
+    tick = folder.stat().st_mtime_ns
+    first = gate.revoked_since()
+    served.credentials.revoke(first)
+    served.folder.revoke("west")
+    os.utime(folder, ns=(tick, tick))
+    assert len(first) == 1 and len(gate.revoked_since()) == 2
+    served.credentials.revoke(served.folder.revocations())
+    # An hour later, the folder is not read again for nothing.
+    old = tick - 3600 * 10**9
+    for each in ("invitations", "revoked_names"):
+        os.utime(served.folder.path / each, ns=(old, old))
+    assert gate.revoked_since() is None
+    monkeypatch.setattr(RunFolder, "revocations", None)
+    assert gate.revoked_since() is None
 
 
 def test_threads_may_redeem_at_the_same_time(tmp_path):
