@@ -89,6 +89,7 @@ def fingerprint(world: World) -> Fingerprint:
         [(name, sorted(reports[name].offers)) for name in sorted(present & set(reports))],
         sorted(rolling._first_offer_times, key=rolling._first_offer_times.__getitem__),
         canonical.of(rolling._quorum_times),
+        sorted(present & rolling._not_asked_again),
         canonical.of(world.jobs),
         canonical.of(aggregates),
         world.early_ticks,

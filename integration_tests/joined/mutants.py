@@ -69,6 +69,13 @@ MUTANTS = [
         "tests/join/coordinator/test_rolling_rounds.py",
     ),
     Mutant(
+        "no round waits for members of the last one",
+        "join/coordinator/rolling.py",
+        "if self._waits_for_last_members(now):",
+        NEVER,
+        "tests/join/coordinator/test_rolling_rounds.py",
+    ),
+    Mutant(
         "fragments are requested one after another",
         "join/peers/take.py",
         "_READERS = 2",
