@@ -82,7 +82,13 @@ def fingerprint(world: World) -> Fingerprint:
     coordinator = _digest(of_coordinator)
     times = rolling._request_times
     reports = rolling._reports
-    aggregates = {key: data for key, data in world.aggregates.items() if key[0] in asked_rounds}
+    # Rounds that a job may still apply: the aggregate of another round is not compared any more.
+    unapplied = {
+        job.round
+        for job in world.jobs.values()
+        if not job.crashed and job.step in ("done", "checked")
+    }
+    aggregates = {key: data for key, data in world.aggregates.items() if key[0] in unapplied}
     of_world = [
         coordinator,
         [(name, world.now - times[name] < _INACTIVE_S) for name in sorted(present & set(times))],
