@@ -14,6 +14,7 @@ from holmes_ext.join.coordinator.relay import PeerRelay
 from holmes_ext.join.peers import routes as routes_module
 from holmes_ext.join.peers.links import PeersFailed
 from holmes_ext.join.peers.routes import Routes
+from holmes_ext.join.rounds import round_runner
 from holmes_ext.join.settings import parse_outer
 from integration_tests.jobs import some
 
@@ -140,7 +141,13 @@ def relayed_bytes_of(request, monkeypatch):
     if request.param == "call of the coordinator":
         monkeypatch.setattr(relay, "is_loopback", lambda host: False)
         monkeypatch.setattr(routes_module, "is_loopback_address", lambda address: False)
-    monkeypatch.setattr(routes_module, "call", refuse)
+    called_jobs = []
+
+    def refuse_call(host, port, credentials, name, *more):
+        called_jobs.append(name)
+        refuse()
+
+    monkeypatch.setattr(routes_module, "call", refuse_call)
 
     def run(server, policy):
         settings = SETTINGS.replace("min=2", "min=1")
@@ -157,6 +164,8 @@ def relayed_bytes_of(request, monkeypatch):
         anchors = torch.cat([fragment.anchor for fragment in west.loop.state.fragments])
         assert "the weights of job east" in begun and anchors.abs().max() > 0
         west.loop.rounds.taker.wait_for_momenta()
+        # Two threads take the anchors, then two the momenta, without another attempt.
+        assert called_jobs.count("east") <= 2
         for job in (east, west):
             job.loop.end()
         return server.relay.counted()
@@ -173,7 +182,9 @@ def test_a_job_takes_weights_over_the_relay_from_the_only_donor(relayed_bytes_of
     assert relayed_bytes["east"] > weights
 
 
-def test_a_job_takes_no_weights_over_a_relay_that_may_carry_no_bytes(relayed_bytes_of):
+@pytest.mark.parametrize("relayed_bytes_of", ["call of the coordinator"], indirect=True)
+def test_a_job_takes_no_weights_over_a_relay_that_may_carry_no_bytes(relayed_bytes_of, monkeypatch):
+    monkeypatch.setattr(round_runner, "_AGAIN_S", 0.0)
     with coordinator() as server:
         server.relay._limit_bytes = 0
         with pytest.raises(HolmesError, match="through the coordinator: the relay takes no more"):
