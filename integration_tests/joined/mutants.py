@@ -90,11 +90,11 @@ MUTANTS = [
         CUT + " -k only_donor",
     ),
     Mutant(
-        "the relay calls ports of its own host",
+        "the relay calls loopback ports of its host",
         "join/coordinator/relay.py",
         "if not is_loopback(host):",
         "if True:",
-        CUT + " -k own_host",
+        CUT + " -k loopback_port",
     ),
     Mutant(
         "fragments are requested one after another",

@@ -192,7 +192,7 @@ def test_a_job_takes_no_weights_over_a_relay_that_may_carry_no_bytes(relayed_byt
         assert not server.relay.counted()
 
 
-def test_the_relay_calls_no_port_of_its_own_host():
+def test_the_relay_calls_no_loopback_port():
     """A job at the end of a tunnel seems to be on the coordinator's host, whose ports it may not call."""
     peers = PeerRelay()
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -121,12 +121,12 @@ class PeerRelay:
             purpose: Sent by the rank: its number `rank`, and its port `port`.
         """
         port = purpose.get("port")
-        if not is_reachable(host, port):
+        if not isinstance(port, int) or not is_reachable(host, port):
             return False
         if not is_loopback(host):
             with self._changed:
                 addresses = self._addresses[job]
-                addresses[_key(job, incarnation, purpose.get("rank"))] = host, int(str(port))
+                addresses[_key(job, incarnation, purpose.get("rank"))] = host, port
                 if len(addresses) > _MOST_ADDRESSES:
                     del addresses[next(iter(addresses))]  # the oldest one
         return True
