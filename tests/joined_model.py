@@ -210,6 +210,13 @@ class World:
             return not (scene.lie == "fails with one" and other == scene.victim)
         return True
 
+    def can_take(self, taker: str, donor: str) -> bool:
+        """Return whether a job can take weights from another one.
+
+        If the direct connection fails, the taker uses the relay, without an order of the coordinator.
+        """
+        return self.can_exchange(taker, donor, is_relayed=True)
+
     def _exchange(self, job: ModelJob) -> None:
         """Exchange data with the other members, as far as the network lets it."""
         lie = self.scene.lie if job.name == self.scene.liar else ""
@@ -288,15 +295,12 @@ class World:
     def _take(self, job: ModelJob) -> None:
         """Take fragments from another job, once it has them and if there is a connection to it."""
         donor = self.jobs[job.donor]
-        pair = tuple(sorted((job.name, donor.name)))
-        relayed = self.coordinator.state.failed_pairs.relayed(pair, self.now)
-        can_exchange = self.can_exchange(*pair, is_relayed=bool(relayed))
         has_all = all(
             donor.versions[fragment].version >= version for fragment, version in job.wanted.items()
         )
         # Otherwise it waits until a timeout has passed: the donor has not heard of the commit yet, or there
         # is no connection to it.
-        if can_exchange and has_all:
+        if self.can_take(job.name, donor.name) and has_all:
             for fragment in job.wanted:
                 job.versions[fragment] = donor.versions[fragment]
             self._end_round(job, job.round)

@@ -47,6 +47,9 @@ def scenes(jobs: int) -> dict[str, Scene]:
     }
     if jobs > 2:
         del found["slow jobs"]
+    # A slow job must take weights from one that it reaches over the relay only.
+    if jobs < 4:
+        found["a cut pair, a slow first job"] = Scene(jobs, cut=names[:2], slow=names[:1])
     for faults_of_scene in itertools.product(cuts.items(), crashes.items(), liars.items()):
         name = ", ".join(fault for fault, _ in faults_of_scene if fault) or "no fault"
         keywords = dict(item for _, fields in faults_of_scene for item in fields.items())

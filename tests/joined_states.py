@@ -82,13 +82,20 @@ def fingerprint(world: World) -> Fingerprint:
     coordinator = _digest(of_coordinator)
     times = rolling._request_times
     reports = rolling._reports
-    aggregates = {key: data for key, data in world.aggregates.items() if key[0] in asked_rounds}
+    # Rounds that a job may still apply: the aggregate of another round is not compared any more.
+    unapplied = {
+        job.round
+        for job in world.jobs.values()
+        if not job.crashed and job.step in ("done", "checked")
+    }
+    aggregates = {key: data for key, data in world.aggregates.items() if key[0] in unapplied}
     of_world = [
         coordinator,
         [(name, world.now - times[name] < _INACTIVE_S) for name in sorted(present & set(times))],
         [(name, sorted(reports[name].offers)) for name in sorted(present & set(reports))],
         sorted(rolling._first_offer_times, key=rolling._first_offer_times.__getitem__),
         canonical.of(rolling._quorum_times),
+        sorted(present & rolling._not_asked_again),
         canonical.of(world.jobs),
         canonical.of(aggregates),
         world.early_ticks,

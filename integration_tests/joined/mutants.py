@@ -69,6 +69,34 @@ MUTANTS = [
         "tests/join/coordinator/test_rolling_rounds.py",
     ),
     Mutant(
+        "no round waits for members of the last one",
+        "join/coordinator/rolling.py",
+        "if self._waits_for_last_members(now):",
+        NEVER,
+        "tests/join/coordinator/test_rolling_rounds.py",
+    ),
+    Mutant(
+        "weights are taken over direct connections only",
+        "join/peers/take.py",
+        'self._donor.routes.dial(peer, {"purpose": "fetch"}, deadline, or_relay=True)',
+        'self._donor.routes.dial(peer, {"purpose": "fetch"}, deadline)',
+        CUT + " -k only_donor",
+    ),
+    Mutant(
+        "the relay calls no rank",
+        "join/coordinator/relay.py",
+        "if called_end is not None:",
+        NEVER,
+        CUT + " -k only_donor",
+    ),
+    Mutant(
+        "the relay calls loopback ports of its host",
+        "join/coordinator/relay.py",
+        "if not is_loopback(host):",
+        "if True:",
+        CUT + " -k loopback_port",
+    ),
+    Mutant(
         "fragments are requested one after another",
         "join/peers/take.py",
         "_READERS = 2",
@@ -373,8 +401,8 @@ MUTANTS = [
     Mutant(
         "a rank calls directly whatever the coordinator orders",
         "join/peers/routes.py",
-        "if peer.address and not self.uses_relay(peer.job):",
-        "if peer.address:",
+        "if not peer.address or self.uses_relay(peer.job):",
+        "if not peer.address:",
         CUT,
     ),
     Mutant(

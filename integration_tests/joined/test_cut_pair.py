@@ -1,8 +1,9 @@
 """Tests four joined jobs of which two cannot reach each other, on emulated nodes with TLS.
 
 All jobs reach the coordinator (`holmes join serve`) and listen on ports of their own; only packets between
-the nodes of `east` and `west` are dropped. The two must then exchange over the relay of the coordinator, so
-that all four jobs take part in every round.
+the nodes of `east` and `west` are dropped. The two must then use the relay of the coordinator: `west` to take
+the weights of `east` when it joins, and both to exchange pseudo-gradients. So all four jobs take part in
+every round.
 """
 
 from clusters import spec
@@ -34,8 +35,8 @@ def test_a_cut_pair_of_four_jobs_uses_the_relay_and_all_keep_their_rounds(tmp_pa
         for node, other in (("a0", "b0"), ("b0", "a0")):  # in both directions
             lab.configure(node, f"route add blackhole {address_of[other]}/32")
         jobs = []
-        # The first job gives its weights to the others, so it must be one that all of them can reach.
-        for seed, name in enumerate(("north", "east", "west", "south"), start=1):
+        # The first job gives its weights to the others; west must take them over the relay.
+        for seed, name in enumerate(("east", "west", "north", "south"), start=1):
             log = tmp_path / f"{name}.jsonl"
             jobs.append(
                 start(

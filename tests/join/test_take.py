@@ -203,7 +203,7 @@ class DonorOfOneRank:
     def __init__(self, state):
         self.giver, self.threads, self.accepted = take.Giver(state), [], []
 
-    def dial(self, peer, purpose, deadline):
+    def dial(self, peer, purpose, deadline, or_relay):
         ours, theirs = socket.socketpair()
         self.accepted.append(Channel(theirs))
         arguments = (self.accepted[-1], {"job": "west"})

@@ -12,6 +12,9 @@ wants to reach B:
                                 the coordinator.
 4. If B has no line within WAIT_S seconds, A gets {"relay": "alone"}.
 
+A rank C that the coordinator can call has no line. If only A cannot reach C, because the network between the
+two is cut, the coordinator calls C's port itself, A gets {"relay": "go"}, and C sees a caller like any other.
+
 After "go", TLS between each rank and the coordinator ends. The bytes that follow are the handshake and the
 encryption of A and B themselves, so the coordinator sees only sizes and times. It buffers at most
 BUFFER_BYTES of each direction, then a fast sender waits for a slow receiver.
@@ -26,22 +29,28 @@ import contextlib
 import selectors
 import socket
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from holmes_ext.join.address import is_loopback_address
 from holmes_ext.join.sockets.channel import Channel
-from holmes_ext.join.sockets.handshake import end_tls
+from holmes_ext.join.sockets.handshake import connect, end_tls
+from holmes_ext.join.sockets.reachable import is_reachable
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets import shares_host
+from holmes_ext.runtime.sockets import is_loopback, shares_host
 
 BUFFER_BYTES = 2**18
 #: Pairs of ranks that exchange bytes through the coordinator at a time.
 MOST_PAIRS = 256
 #: Seconds that a caller waits for the standby line of a rank.
 WAIT_S = 10.0
+#: Seconds for a connection to a rank that the coordinator can call.
+_CALL_S = 5.0
+#: Addresses of ranks of a job that are remembered, at most.
+_MOST_ADDRESSES = 2**12
 #: Seconds that a rank may take to answer a call.
 ANSWER_S = 10.0
 #: Seconds without a byte after which a pair is closed.
@@ -90,6 +99,8 @@ class PeerRelay:
         self._tell = tell
         self._changed = threading.Condition()
         self._lines: dict[str, _Line] = {}  # key of a rank (_key) -> its line
+        # Job -> key of each rank that the coordinator has reached -> host and port.
+        self._addresses: defaultdict[str, dict[str, tuple[str, int]]] = defaultdict(dict)
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._bytes: Counter[str] = Counter()  # sending job -> bytes forwarded
 
@@ -97,6 +108,28 @@ class PeerRelay:
         """Return the number of bytes forwarded for each sending job."""
         with self._changed:
             return dict(self._bytes)
+
+    def reaches(self, host: str, job: str, incarnation: str, purpose: Mapping[str, Any]) -> bool:
+        """Return whether the coordinator can call a rank; then calls of other ranks may use this way, too.
+
+        Args:
+            host: Host from which the rank has asked. Its address counts, and no other one: otherwise a job
+                could let the coordinator connect to any host. A loopback address does not serve for calls:
+                it may be the end of a tunnel, and the port may be that of another process of this host.
+            job: Job of the rank.
+            incarnation: Identifies the start of the job.
+            purpose: Sent by the rank: its number `rank`, and its port `port`.
+        """
+        port = purpose.get("port")
+        if not isinstance(port, int) or not is_reachable(host, port):
+            return False
+        if not is_loopback(host):
+            with self._changed:
+                addresses = self._addresses[job]
+                addresses[_key(job, incarnation, purpose.get("rank"))] = host, port
+                if len(addresses) > _MOST_ADDRESSES:
+                    del addresses[next(iter(addresses))]  # the oldest one
+        return True
 
     def close(self) -> None:
         """Close all connections: pairs between which bytes are forwarded, and standby lines."""
@@ -142,12 +175,13 @@ class PeerRelay:
                     return
 
     def call(self, channel: Channel, job: str, purpose: Mapping[str, Any]) -> None:
-        """Connect a caller with a rank that accepts no connections; return when the call is over.
+        """Connect a caller with a rank that it cannot reach; return when the call is over.
 
-        Such a rank should keep an idle connection to the coordinator, its standby line. The call is
-        announced to the rank on this line. The caller gets one of these replies:
+        A rank that accepts no connections should keep an idle connection to the coordinator, its standby
+        line; the call is announced there. The coordinator calls any other rank itself. The caller gets one
+        of these replies:
 
-            alone      the rank cannot be reached: it has opened no standby line within WAIT_S seconds
+            alone      there is no connection: the rank has no standby line, and cannot be called
             reversed   the rank itself has connected to the caller, so nothing is forwarded
             go         the coordinator forwards bytes between the two (sent by `_forward`)
 
@@ -165,6 +199,12 @@ class PeerRelay:
             name: str(purpose.get(name, ""))[:_LONGEST_VALUE]
             for name in ("call", "job", "incarnation", "address")
         }
+        called_job = str(purpose.get("to_job"))
+        called_end = self._connect_to_rank(called_job, key)
+        if called_end is not None:
+            with called_end:
+                self._forward(channel, job, called_job, lambda: called_end)
+            return
         is_elsewhere = not shares_host(channel.socket)
         deadline = Deadline(WAIT_S, "a standing line")
         # _take_line() waits for the rank's standby line; None: there is none by the deadline.
@@ -186,9 +226,25 @@ class PeerRelay:
             channel.send({"relay": "reversed"}, Deadline(_TELL_S, "an answer"))
         else:  # "relay"
             try:
-                self._forward(channel, job, line)
+                self._forward(channel, job, line.job, partial(_start_forwarding, line.channel))
             finally:
                 line.over.set()
+
+    def _connect_to_rank(self, job: str, key: str) -> socket.socket | None:
+        """Connect to a rank that has no standby line, if the coordinator could reach it before.
+
+        Returns:
+            The connection. None if the rank has a standby line, if its address is unknown, or if it cannot
+            be reached.
+        """
+        with self._changed:
+            address = self._addresses.get(job, {}).get(key)
+            if address is None or key in self._lines:
+                return None
+        try:
+            return connect(*address, Deadline(_CALL_S, "calling a rank"))
+        except OSError:
+            return None
 
     def _take_line(self, key: str, deadline: Deadline) -> _Line | None:
         """Wait for a rank's standby line, and take it, so that no other caller uses it.
@@ -218,28 +274,30 @@ class PeerRelay:
             return float("inf")
         return self._limit_bytes - sum(self._bytes.values())
 
-    def _forward(self, caller: Channel, job: str, line: _Line) -> None:
+    def _forward(
+        self, caller: Channel, job: str, called_job: str, begin: Callable[[], socket.socket]
+    ) -> None:
         """Forward bytes between a caller and the rank that it calls, until both have ended.
 
-        The called rank accepts no connections from outside. So it has connected to the coordinator in
-        advance; this standby line carries the bytes from now on. The two ranks encrypt the bytes end to end,
-        with a TLS handshake of their own. The caller gets an error instead if MOST_PAIRS pairs are open, or
-        the limit of bytes is reached.
+        The two ranks encrypt the bytes end to end, with a TLS handshake of their own. The caller gets an
+        error instead if MOST_PAIRS pairs are open, or the limit of bytes is reached.
 
         Args:
             caller: The caller's connection.
             job: The caller's job.
-            line: Standby line of the called rank.
+            called_job: Job of the called rank.
+            begin: Returns the connection to the called rank. If that is its standby line, the rank is first
+                told that the bytes of the caller follow.
         """
         with self._changed:
             if len(self._pairs) >= MOST_PAIRS or self._bytes_left() <= 0:
                 refusal = {"error": "the relay takes no more pairs, or no more bytes"}
                 caller.send(refusal, Deadline(_TELL_S, "an answer"))
                 return
-        # Both get "go", and their TLS with the coordinator ends. The two encrypt all further bytes
+        # The caller gets "go", and its TLS with the coordinator ends. The two ranks encrypt all further bytes
         # themselves.
         calling_end = _start_forwarding(caller)
-        called_end = _start_forwarding(line.channel)
+        called_end = begin()
         pair = (calling_end, called_end)
         with self._changed:
             self._pairs.add(pair)
@@ -247,7 +305,7 @@ class PeerRelay:
             self._pump(
                 [
                     _Direction(calling_end, called_end, job),
-                    _Direction(called_end, calling_end, line.job),
+                    _Direction(called_end, calling_end, called_job),
                 ]
             )
         finally:

@@ -6,8 +6,9 @@ After Decoupled DiLoCo (arXiv 2604.21428):
    (A fragment is a part of the model's parameters that is exchanged in its own rounds.)
 2. When a quorum (half of the jobs, or the median of their settings `min` if that is more) offers the same
    fragment, a grace period begins in which other jobs may offer it, too.
-3. After it, or as soon as all jobs offer the fragment, the round begins. It waits a little for a job that was
-   behind twice in a row, and takes weights. Every active job gets the verdict
+3. After it, or as soon as all jobs offer the fragment, the round begins. It waits a little for members of the
+   last round that have not asked again, and for a job that was behind twice in a row and takes weights.
+   Every active job gets the verdict
        go       contribute (share > 0) or only receive the sum (share 0); settlement.py decides what follows
    At any time a job may get
        behind   this job's weights are outdated: take these fragments from that job
@@ -49,6 +50,8 @@ _TAKER_SHARE = 0.25
 _MOST_WAITS = 4
 #: Grace period as a share of the time until the first contributor would apply the sum.
 _GRACE = 0.5
+#: Seconds for which a round waits until the members of the last round have asked for it.
+_RETURN_S = 2.0
 
 
 class RollingRounds:
@@ -83,6 +86,8 @@ class RollingRounds:
         # Fragment -> time at which enough jobs (a quorum) offered it. Then its grace period begins: the
         # round waits for offers of further jobs.
         self._quorum_times: dict[int, float] = {}
+        # Members of the newest round that have not sent a request since it ended.
+        self._not_asked_again: set[str] = set()
 
     @staticmethod
     def read(document: dict[str, Any], fragments: int) -> NextReport:
@@ -136,12 +141,15 @@ class RollingRounds:
         member.taking_since = None
         self._request_times[name] = now
         self._reports[name] = report
+        last_round = state.rounds.get(state.number)
+        is_under_way = last_round is not None and not last_round.outcome
+        if not is_under_way:
+            self._not_asked_again.discard(name)
         if reply := self._reply_of_newest_round(
             name
         ):  # "go" for a member, "void" for its failed round
             return reply
-        last_round = state.rounds.get(state.number)
-        if last_round is not None and not last_round.outcome:  # a round of other jobs is under way
+        if is_under_way:  # it is a round of other jobs
             return None
         if behind_reply := self._versions.order_to_take(member, now):
             member.was_told_to_take_weights = True
@@ -215,6 +223,8 @@ class RollingRounds:
                 continue
             quorum_time = self._quorum_times.setdefault(fragment, now)
             all_contribute = len(contributors) >= len(expected)
+            if self._waits_for_last_members(now):
+                return
             if self._waits_for_taker(now):
                 return
             if all_contribute or now >= quorum_time + self._grace_s(fragment, contributors):
@@ -267,12 +277,29 @@ class RollingRounds:
                 jobs.append(member)
         return jobs
 
+    def _waits_for_last_members(self, now: float) -> bool:
+        """Return whether the next round waits for members of the last round, which have not asked for it yet.
+
+        All members of a round get its verdict at almost the same time. If the first ones to ask again began
+        the next round, it would make the weights of the others outdated. (A quorum may be there already: for
+        a fragment that was offered before the last round began.)
+        """
+        last_round = self._state.rounds.get(self._state.number)
+        if last_round is None or now >= last_round.last_report + _RETURN_S:
+            return False
+        missing = self._not_asked_again & last_round.members.keys()
+        return any(
+            member.name in missing and member.state == "in"
+            for member in self._state.members.values()
+        )
+
     def _waits_for_taker(self, now: float) -> bool:
         """Return whether the next round waits for a job that takes weights.
 
         To take a fragment may last longer than the time between two rounds. Then the job would be behind
         again each time, and never take part. So from the second time on, the next round waits for it: not
-        for long, and not again and again.
+        for long, and not again and again. In simulated half hours of 141 to 180 rounds, such a job takes part
+        in 127 to 176 of them instead of none, and the other jobs lose at most 5 (test_slow_taker.py).
         """
         members = [member for member in self._state.members.values() if member.state == "in"]
         longest_wait_s = _TAKER_SHARE * patience_s(members)
@@ -348,6 +375,7 @@ class RollingRounds:
         if has_begun:
             self._first_offer_times.pop(fragment, None)
             self._quorum_times.pop(fragment, None)
+            self._not_asked_again = {member.name for member in members}
             for member in members:
                 self._forget_offers(member.name)
 

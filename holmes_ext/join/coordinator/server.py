@@ -10,7 +10,7 @@ names the purpose in the handshake:
     settings    one reply: the --outer settings of the run
     redeem      one reply: the certificate of a job that has shown its invitation
     standby     a rank that cannot be called waits for calls (relay.py)
-    relay       a rank calls a rank on standby (relay.py)
+    relay       a rank calls a rank that it cannot reach (relay.py)
     others      services use them (`handlers`)
 
 Protocol of a request:
@@ -74,7 +74,6 @@ from holmes_ext.join.sockets.handshake import (
     printable,
 )
 from holmes_ext.join.sockets.memory import MemoryExhausted
-from holmes_ext.join.sockets.reachable import is_reachable
 from holmes_ext.join.sockets.requests import (
     ANSWER_S,
     answer_request,
@@ -226,8 +225,10 @@ class CoordinatorServer:
             case "relay":  # a rank calls such a rank
                 self.relay.call(channel, identity.job, purpose)
             case "reachable":
-                reply = {"reachable": is_reachable(guest.host, purpose.get("port"))}
-                channel.send(reply, Deadline(ANSWER_S, "an answer"))
+                can_be_called = self.relay.reaches(
+                    guest.host, identity.job, identity.incarnation, purpose
+                )
+                channel.send({"reachable": can_be_called}, Deadline(ANSWER_S, "an answer"))
             case str(use) if use in self.handlers:
                 self.handlers[use](channel, identity.job, identity.incarnation)
 

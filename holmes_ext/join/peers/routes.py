@@ -4,7 +4,8 @@
     reversed    the other rank cannot be called (firewall, no open port). It keeps a standby line to the
                 coordinator. The coordinator announces the call there, and the other rank calls back
     relayed     neither rank can be called, or a direct connection between the two jobs has failed: the
-                coordinator forwards the bytes (coordinator/relay.py)
+                coordinator forwards the bytes (coordinator/relay.py). It orders that for an exchange; a
+                job that takes weights does so by itself
 
 On each connection both ends show a certificate with the name of their job, so no job can act for another. A
 relayed connection uses TLS between the two ranks, so the coordinator sees only ciphertext.
@@ -30,6 +31,7 @@ from holmes_ext.join.address import JoinPlace, is_loopback_address
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.join.sockets.handshake import (
     HANDSHAKE_S,
+    NotAuthentic,
     NotHolmes,
     Purpose,
     Refused,
@@ -40,6 +42,7 @@ from holmes_ext.join.sockets.handshake import (
 )
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import Guest, Listener, split_address
+from holmes_ext.words import why
 
 #: Seconds for an attempt to call an address.
 _CALL_S = 5.0
@@ -47,6 +50,8 @@ _CALL_S = 5.0
 _RELAY_S = 25.0
 #: Seconds between two attempts to open a standby line.
 _RETRY_S = 2.0
+#: Seconds for which a direct connection that has failed is not tried again, if the relay may be used.
+_CUT_S = 60.0
 #: Seconds without a call after which a standby line is opened anew.
 _STANDING_S = 3600.0
 #: Most connections at a time with callers that are not authenticated yet: in all, and from the same address.
@@ -127,8 +132,7 @@ class Routes:
         self._place = place
         self._credentials = place.credentials
         self._incoming = incoming
-        # Id of a request -> queue of the thread that has sent it and waits. The request is for a
-        # callback: a rank that accepts no connections shall connect to this rank instead.
+        # Id of a request for a callback -> queue of the thread that has sent it and waits.
         self._callbacks: dict[str, _ExpectedCallback] = {}
         # Addresses of callers that could not be called back; they are not tried again.
         self._unreachable_addresses: set[str] = set()
@@ -145,8 +149,10 @@ class Routes:
                 admitted=_ADMITTED,  # authenticated
             )
             self._listener.start()
-        # Jobs that are called through the coordinator although their ranks have addresses.
+        # Jobs that are called through the coordinator, by its order.
         self._relayed_jobs: frozenset[str] = frozenset()
+        # Job whose direct connection has failed -> until when dial(or_relay=True) does not try it again.
+        self._cut_until: dict[str, float] = {}
         self._standby_line: Channel | None = None
         self._stands_by = False
         # Without an address, no rank can connect to this rank. With a loopback address, only ranks on the
@@ -176,28 +182,50 @@ class Routes:
         """Return whether use_relay() has ordered the coordinator's relay for calls to a job's ranks."""
         return job in self._relayed_jobs
 
-    def dial(self, peer: Peer, purpose: Purpose, deadline: Deadline) -> Channel:
+    def dial(
+        self, peer: Peer, purpose: Purpose, deadline: Deadline, or_relay: bool = False
+    ) -> Channel:
         """Open a connection to a rank of another job.
 
         Args:
             peer: The rank.
             purpose: Use of the connection, for the handshake, such as {"purpose": "exchange", "lane": 0}.
             deadline: The connection must be open by then.
+            or_relay: If the direct connection fails, call through the coordinator.
 
         Raises:
             OSError: The rank cannot be reached, or refuses the connection.
         """
         facts = {**self.identity.facts, **purpose, "to": peer.incarnation}
         try:
-            if peer.address and not self.uses_relay(peer.job):
-                host, port = split_address(peer.address)
-                part = deadline.part(_CALL_S, f"calling {peer.address}")
-                return call(host, port, self._credentials, peer.job, facts, part)
-            return self._dial_through_coordinator(peer, facts, deadline)
+            if not peer.address or self.uses_relay(peer.job):
+                return self._dial_through_coordinator(peer, facts, deadline)
+            if or_relay:
+                return self._dial_or_relay(peer, facts, deadline)
+            return self._dial_directly(peer, facts, deadline)
         except Refused as error:
             raise ConnectionRefusedError(str(error)) from None
         except HolmesError as error:
             raise ConnectionError(str(error)) from None
+
+    def _dial_directly(self, peer: Peer, facts: dict[str, Any], deadline: Deadline) -> Channel:
+        host, port = split_address(peer.address)
+        part = deadline.part(_CALL_S, f"calling {peer.address}")
+        return call(host, port, self._credentials, peer.job, facts, part)
+
+    def _dial_or_relay(self, peer: Peer, facts: dict[str, Any], deadline: Deadline) -> Channel:
+        """Connect to a rank at its address; if that fails, through the coordinator, for a minute."""
+        reason = f"{peer.address} could not be reached"
+        if time.monotonic() >= self._cut_until.get(peer.job, 0.0):
+            try:
+                return self._dial_directly(peer, facts, deadline)
+            except (OSError, NotAuthentic) as error:
+                reason = why(error)
+                self._cut_until[peer.job] = time.monotonic() + _CUT_S
+        try:
+            return self._dial_through_coordinator(peer, facts, deadline)
+        except OSError as error:
+            raise ConnectionError(f"{reason}; through the coordinator: {why(error)}") from None
 
     def _call_coordinator(self, purpose: str, deadline: Deadline, **more: Any) -> Channel:
         """Open another connection of this rank to the coordinator.
@@ -291,12 +319,10 @@ class Routes:
         other rank has opened this connection.
 
         Args:
-            channel: The connection.
             purpose: Document that the caller sent in the handshake; its key "purpose" is the use of
                 the connection, and "call" the id of the request that a reversed connection answers.
         """
-        use = purpose.get("purpose")
-        if use != "reversed":
+        if purpose.get("purpose") != "reversed":
             self._handle_incoming(channel, purpose)
             return
         callback = self._callbacks.get(str(purpose.get("call")))
@@ -421,7 +447,6 @@ class Routes:
         handled as if the caller had opened it.
 
         Args:
-            channel: The connection.
             caller: The other rank, as the coordinator has announced it: job and incarnation.
         """
         try:
@@ -440,9 +465,6 @@ class Routes:
         The caller must use TLS, also if the coordinator is on this host, because the caller may be on
         another host. The connection is closed if the caller is not authentic, or wants to reach an
         earlier start of this job.
-
-        Args:
-            connection: The connection to the coordinator.
         """
         deadline = Deadline(HANDSHAKE_S, "the handshake")
         try:

@@ -246,7 +246,7 @@ class DonorConnections:
             channel.close()
         deadline = Deadline(self.patience_s, "calling the donor")
         peer = self._donor.peers[rank]
-        channel = self._donor.routes.dial(peer, {"purpose": "fetch"}, deadline)
+        channel = self._donor.routes.dial(peer, {"purpose": "fetch"}, deadline, or_relay=True)
         self._channels[rank] = channel
         if self._is_over:  # since the connection was being opened
             channel.cut()

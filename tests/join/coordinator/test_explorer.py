@@ -62,6 +62,19 @@ def test_an_earlier_fault_is_found(monkeypatch, fault, is_reduced):
         explore(scene, check_progress, is_reduced)
 
 
+@pytest.mark.parametrize("policy", ["ready", "next"])
+def test_jobs_that_take_weights_over_direct_connections_only_stay_behind(monkeypatch, policy):
+    scene = scene_of(2, "a cut pair, a slow first job", policy)
+    explore(scene, check_progress)
+
+    def can_take_directly(world, taker, donor):
+        return world.can_exchange(taker, donor, is_relayed=False)
+
+    monkeypatch.setattr(World, "can_take", can_take_directly)
+    with pytest.raises(Wrong):
+        explore(scene, check_progress)
+
+
 SMALL_CASES = [case for case in MARKED_CASES if case.values[0] < 4]
 
 

@@ -128,3 +128,46 @@ def test_a_round_does_not_wait_long_for_a_job_that_takes_weights():
 def test_rounds_do_not_wait_again_and_again_for_a_job_that_takes_weights():
     assert not begins(run_with_a_taker(5))
     assert begins(run_with_a_taker(6))
+
+
+def run_after_a_round():
+    """Return a run of three jobs whose first round, of fragment 0, has just ended."""
+    run = Run("east", "north", "west", grace=0)
+    for job in ("east", "north", "west"):
+        assert run.next(job) is None
+    assert run.next("east", 0) is None and run.next("north", 0) is not None
+    run.now += 10.0  # the jobs exchange, and send no requests
+    run.exchange(1, "east", "north", "west")
+    return run
+
+
+def members_of_second_round(run, job, *fragments):
+    """Ask for a round after the first one, with an offer of each of these fragments; return its members."""
+    offers = {fragment: Offer(fragment, tokens=8, norm=1.0) for fragment in fragments}
+    report = NextReport(claims_of([(1, 7), (0, 7)]), offers)
+    reply = run.coordinator.next_round("next", job, report, run.now)
+    return reply and set(reply["members"])
+
+
+def test_the_first_jobs_after_a_round_do_not_begin_the_next_one_without_the_others():
+    run = run_after_a_round()
+    assert members_of_second_round(run, "east", 1) is None
+    assert members_of_second_round(run, "north", 1) is None
+    run.now += 0.5
+    assert members_of_second_round(run, "west") == {"east", "north", "west"}
+
+
+def test_a_round_does_not_wait_long_for_a_member_of_the_last_one():
+    run = run_after_a_round()
+    run.now += 1.9
+    assert members_of_second_round(run, "east", 1) is None
+    assert members_of_second_round(run, "north", 1) is None
+    run.now += 0.1
+    assert members_of_second_round(run, "east", 1) == {"east", "north"}
+
+
+def test_a_round_does_not_wait_for_a_member_of_the_last_one_that_is_gone():
+    run = run_after_a_round()
+    run.coordinator.gone("west", "1", "closed")
+    assert members_of_second_round(run, "east", 1) is None
+    assert members_of_second_round(run, "north", 1) == {"east", "north"}
