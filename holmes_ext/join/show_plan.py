@@ -38,9 +38,13 @@ COLUMNS = (
 )
 #: Default port of `holmes join serve`.
 _PORT = 29600
-#: Number of joined jobs with default settings -> their loss compared with one synchronous job, as measured in
-#: docs/benchmarks/joined.md.
-_LOSS_OF_JOINED = {2: "as one job's within seed noise", 4: "0.16 to 0.22 nats behind one job's"}
+#: Number of joined jobs with default settings -> their loss compared with one synchronous job: differences of
+#: small models with AdamW, as measured in docs/benchmarks/joined.md (benchmarks/joined_muon.py).
+_LOSS_OF_JOINED = {
+    2: "-0.13 to 0.12 nats from one job's",
+    4: "-0.08 to 0.21 nats from one job's",
+    8: "-0.02 to 0.09 nats from one job's",
+}
 CHOICES = (Column("choice", wrap=20), Column("tokens/s", right=True), Column("loss", wrap=16))
 LEGEND = "exposed, slower: of each step; gain: tokens/s over those of the best plan of one job that crosses"
 #: Clusters that are needed for joined jobs.
