@@ -117,7 +117,7 @@ class Job:
     processes: list[Any] = field(default_factory=list)
 
     def start(self) -> Job:
-        incarnation = 1 + self._starts()
+        incarnation = self.incarnation = 1 + self._starts()
         fields = {name: value for name, value in vars(self).items() if name != "processes"}
         self.processes = [
             _context.Process(target=rank_of, args=(rank, incarnation, fields), daemon=True)
@@ -143,8 +143,8 @@ class Job:
 
     @property
     def lines_of_last(self) -> list[dict[str, Any]]:
-        """Return what rank 0 has logged since the last start of the job."""
-        file = self.place / f"{self.name}.{self._starts()}.0.jsonl"
+        """Return what rank 0 has logged since the last start of the job; nothing while it is starting."""
+        file = self.place / f"{self.name}.{self.incarnation}.0.jsonl"
         return read(file) if file.exists() else []
 
     def _starts(self) -> int:
