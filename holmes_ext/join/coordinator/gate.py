@@ -153,13 +153,13 @@ class Gate:
         if self._settings is None:
             return hello
         # "outer": the --holmes-outer settings that must be equal in all jobs, by name.
-        given = hello.agreed.get("outer")
-        required = self._settings.agreed()
-        algorithm = given.get("algorithm") if isinstance(given, dict) else None
+        given = {"outer": hello.agreed.get("outer")}
+        required = {"outer": self._settings.agreed()}
+        algorithm = given["outer"].get("algorithm") if isinstance(given["outer"], dict) else None
         if self._settings.algorithm == AUTO and algorithm in AUTO_CHOICES:
             # The job has chosen by its optimizer. It is compared with the other jobs later.
-            required["algorithm"] = algorithm
-        if text := difference({"outer": given}, {"outer": required}, "`holmes join serve`"):
+            required["outer"]["algorithm"] = algorithm
+        if text := difference(given, required, "`holmes join serve`"):
             raise HolmesError(f"job {identity.job!r} cannot join: it differs in {text}")
         return replace(hello, min=self._settings.min)
 
