@@ -114,6 +114,7 @@ class Job:
     ahead_s: float = 0.0  # seconds by which the clocks of the job are ahead
     seed: int = 0
     invitation: str = ""  # file; "": the job signs its certificate, as on the coordinator's host
+    incarnation: int = 0  # number of the last start, from 1
     processes: list[Any] = field(default_factory=list)
 
     def start(self) -> Job:
