@@ -327,10 +327,10 @@ def _obey_cuts(job: Job) -> None:
     def naming(function: Callable[..., Any], name_of: Callable[[Any], str]) -> Callable[..., Any]:
         """Return the function, which notes the name of the job that it calls, from its first argument."""
 
-        def wrapper(self, other, *args):
+        def wrapper(self, other, *args, **kwargs):
             called.job = name_of(other)
             try:
-                return function(self, other, *args)
+                return function(self, other, *args, **kwargs)
             finally:
                 called.job = None
 
