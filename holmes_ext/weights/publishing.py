@@ -83,7 +83,7 @@ def publish_folder(
         HolmesError: The folder, a number or the store cannot be used, or the folder changes.
     """
     store.make()
-    with store.adding():
+    with store.lock():
         _check_numbers(store, version, parent)
         stamps = _stamps_of(folder)
         try:
@@ -115,7 +115,7 @@ def _check_numbers(store: VersionStore, version: int, parent: int | None) -> Non
             raise HolmesError(
                 f"version {version} is a delta to {parent}, which is not published; publish a full version"
             )
-        store.chain(parent)  # raises an error if the version cannot be built from it
+        store.check_chain(parent)
 
 
 def _stamps_of(folder: Path) -> dict[str, _Stamp]:

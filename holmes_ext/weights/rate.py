@@ -62,7 +62,7 @@ class RateLimit:
 
     def take(self, count: int) -> None:
         """Wait until `count` more bytes may be sent or received."""
-        self._wait_for_training()
+        self._pause_for_training()
         if not self._bytes_per_second:
             return
         with self._lock:
@@ -73,10 +73,10 @@ class RateLimit:
             wait_s = self._link_free_at - now
         if wait_s > 0:
             time.sleep(wait_s)
-            self._wait_for_training()  # it may have begun meanwhile
+            self._pause_for_training()  # it may have begun meanwhile
 
-    def _wait_for_training(self) -> None:
-        """Wait while weights must not be sent."""
+    def _pause_for_training(self) -> None:
+        """Wait while training exchanges data, as long as the budget of pauses lasts."""
         while self._must_pause():
             time.sleep(_LOOK_S)
 
@@ -119,7 +119,8 @@ def parse_rate_limit(text: str, where: str) -> int:
 def make_background(connection: socket.socket) -> None:
     """Mark the packets of a connection as less urgent than all others, as far as the system allows it.
 
-    The kernel also takes little more than it can send at once, so that a pause begins soon.
+    Also limit the bytes that the kernel accepts and has not sent: it still sends them after RateLimit has
+    paused the weights because training exchanges data.
     """
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MOST_UNSENT_BYTES)
@@ -129,6 +130,5 @@ def make_background(connection: socket.socket) -> None:
         # Of an IPv6 socket, this is for IPv4 addresses that are mapped into IPv6.
         connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _CS1)
     with contextlib.suppress(OSError):
-        connection.setsockopt(
-            socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK
-        )  # after IP_TOS, which sets it
+        # After IP_TOS, which sets the priority, too.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK)

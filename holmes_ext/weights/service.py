@@ -34,7 +34,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.weights.exchange import PURPOSE, NextRequest, SendingStream
 from holmes_ext.weights.manifest import VersionManifest
-from holmes_ext.weights.monitor import Monitor, monitored
+from holmes_ext.weights.monitor import Monitor, run_monitor
 from holmes_ext.weights.origin import origin_of
 from holmes_ext.weights.publishing import store_of_run
 from holmes_ext.weights.rate import RateLimit, parse_rate_limit
@@ -87,7 +87,7 @@ def serve_weights(server: CoordinatorServer) -> Iterator[None]:
     thread = threading.Thread(target=service.watch, name="holmes-weights", daemon=True)
     thread.start()
     try:
-        with monitored(monitor, os.environ):
+        with run_monitor(monitor, os.environ):
             yield
     finally:
         service.close()
@@ -115,10 +115,11 @@ class WeightsService:
         self._ended = threading.Event()
         self._versions: list[int] = []  # published, in ascending order
         self._required: list[int] = []  # versions that each host should have, oldest first
-        # Nothing is committed before this time: hosts of an earlier service may not have connected again.
-        self._commit_after = time.monotonic() + _GRACE_S
-        if store.wanted == store.current:
-            self._commit_after = 0.0
+        # Nothing is committed before this time, by time.monotonic(). If a version is already wanted at the
+        # start, hosts of an earlier service first get time to connect again.
+        self._commit_after = 0.0
+        if store.wanted != store.current:
+            self._commit_after = time.monotonic() + _GRACE_S
         self._has_news = False  # hosts have reported news since the last call of _update()
         self._printed_problem = ""  # problem of the store that was printed last
         # Version -> manifest that was sent to hosts.
@@ -133,17 +134,23 @@ class WeightsService:
 
     def watch(self) -> None:
         """Handle new versions in the store and news of the hosts until close() is called."""
-        stamp: tuple[int, ...] = ()
+        stamp: tuple[int, ...] | None = None
         updated_at = 0.0
         while not self._ended.wait(_LOOK_S):
-            with contextlib.suppress(OSError):  # _update() prints the error
-                stamp_before = stamp
-                stamp = self._store.stamp()
-                is_changed = stamp != stamp_before or self._has_news
-                if not is_changed and time.monotonic() - updated_at < _WHOLE_LOOK_S:
-                    continue
-            updated_at = time.monotonic()
-            self._update()
+            stamp_before = stamp
+            stamp = self._stamp()
+            is_store_changed = stamp is None or stamp != stamp_before
+            is_time_for_update = time.monotonic() - updated_at >= _WHOLE_LOOK_S
+            if is_store_changed or self._has_news or is_time_for_update:
+                updated_at = time.monotonic()
+                self._update()
+
+    def _stamp(self) -> tuple[int, ...] | None:
+        """Return the stamp of the store; None: the store cannot be read. _update() then prints the error."""
+        try:
+            return self._store.stamp()
+        except OSError:
+            return None
 
     def _update(self) -> None:
         """Read the versions in the store, forget silent hosts, and commit the wanted version if possible."""
@@ -189,10 +196,13 @@ class WeightsService:
         """
         wanted = self._store.wanted
         current = self._store.current
-        if wanted is None or wanted == current or wanted not in self._versions:
+        if wanted is None or wanted not in self._versions:
             return
-        is_early = time.monotonic() < self._commit_after
-        if not is_early and self._sites.may_commit(wanted, current):
+        is_committed = wanted == current
+        is_too_early = time.monotonic() < self._commit_after
+        if is_committed or is_too_early:
+            return
+        if self._sites.may_commit(wanted, current):
             self._store.commit(wanted)
             self._changed.notify_all()
 
@@ -219,24 +229,25 @@ class WeightsService:
         try:
             while not self._ended.is_set():
                 request = stream.next_request()
-                if request.get("op") == "report":
-                    with self._changed:
-                        self._reporting[host_id] = channel
-                    stream.reply(self._report_reply(site, host_id, request))
-                elif request.get("op") == "next":
-                    self._push_next(stream, host_id, request)
-                elif request.get("op") == "warm":
-                    stream.warm_up(request)
-                elif (
-                    request.get("op") != "end"
-                ):  # it has ended the wait of _push_next(), if there was one
-                    stream.answer(request)
+                match request.get("op"):
+                    case "report":
+                        with self._changed:
+                            self._reporting[host_id] = channel
+                        stream.reply(self._report_reply(site, host_id, request))
+                    case "next":
+                        self._push_next(stream, host_id, request)
+                    case "end":
+                        pass  # needs no answer: it only ends the wait of _push_next()
+                    case "warm":
+                        stream.warm_up(request)
+                    case _:
+                        stream.answer(request)
         finally:
             with self._changed:
                 self._connections[site] -= 1
                 if self._reporting.get(host_id) is channel:
                     del self._reporting[host_id]
-                    self._sites.gone(host_id)
+                    self._sites.remove(host_id)
                 self._changed.notify_all()
 
     def _push_next(self, stream: SendingStream, host_id: str, document: dict[str, Any]) -> None:
@@ -264,7 +275,7 @@ class WeightsService:
                 if not stream.is_idle():
                     break
                 self._changed.wait(_LOOK_FOR_REQUEST_S)
-        stream.push(manifest, request)
+        stream.answer_next(manifest, request)
 
     def _manifest_of(self, version: int) -> VersionManifest | None:
         """Return the manifest of a version; None: it was removed meanwhile. The caller holds the lock."""
@@ -341,10 +352,10 @@ class WeightsService:
         Args:
             reply: The answer to the host, with the source.
         """
+        is_source_in_site = bool(reply["source"]["address"])
+        if is_source_in_site:
+            return []  # the host requests the manifests from that source
         documents: list[dict[str, Any]] = []
-        is_service_source = not reply["source"]["address"]
-        if not is_service_source:
-            return documents  # the host requests them from the source, a host of its site
         chunks_left = _MOST_CHUNKS_IN_ANSWER
         for version in reply["source"]["versions"]:
             manifest = self._manifest_of(version)

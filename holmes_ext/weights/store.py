@@ -74,7 +74,7 @@ class VersionStore:
             ) from None
 
     @contextlib.contextmanager
-    def adding(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Context manager that locks the store, so that no other process adds versions to it.
 
         First it removes folders that a killed process has left incomplete.
@@ -140,13 +140,18 @@ class VersionStore:
             parent = self._parent_of(parent)
         return newest_first[::-1]
 
+    def check_chain(self, version: int) -> None:
+        """Raise an error if a version of the chain of `version` is missing or damaged; see chain()."""
+        self.chain(version)
+
     def _parent_of(self, version: int) -> int | None:
         """Return the parent of a complete version that is a delta; None: it is a full version."""
         try:
-            self.folder(version).stat()
             state = self._manifest_file(version).stat()
         except FileNotFoundError:
-            raise MissingVersion(f"{self.path}: there is no version {version}") from None
+            state = None
+        if state is None or not self.folder(version).exists():
+            raise MissingVersion(f"{self.path}: there is no version {version}")
         key = (version, state.st_ino, state.st_mtime_ns)
         if key not in self._parents:
             self._parents[key] = self.manifest(version).parent
@@ -225,7 +230,7 @@ class VersionStore:
     def new_partial_folder(self, version: int) -> Path:
         """Create and return an empty folder for the files of a new version that the publisher copies."""
         folder = self._private / "removed" / f"{version}-{secrets.token_hex(8)}"
-        folder.mkdir()  # if this process is killed, the next use of adding() removes the folder
+        folder.mkdir()  # if this process is killed, the next use of lock() removes the folder
         return folder
 
     def add_complete(self, manifest: VersionManifest, files: Path) -> None:
@@ -262,12 +267,12 @@ class VersionStore:
         versions = self.versions()
         needed = {*versions[-keep:], *protected, self.current, self.wanted}
         staying: set[int] = set()
-        for version in needed:
-            if version is None or version in staying or not self.has(version):
-                continue
+        for version in set(versions) & needed:
+            if version in staying:
+                continue  # in the chain of another one, and so is its own chain
+            staying.add(version)
             with contextlib.suppress(MissingVersion):  # a user has removed a version of the chain
                 staying.update(self.chain(version))
-            staying.add(version)
         old = [version for version in versions if version not in staying]
         for version in old:
             removed = self._private / "removed" / f"{version}-{secrets.token_hex(8)}"
@@ -279,17 +284,21 @@ class VersionStore:
         return old
 
     def _remove_old_staging(self, versions: list[int], protected: Collection[int]) -> None:
-        """Remove the staging folders of versions that are older than the newest complete one.
+        """Remove the staging folders of the newest complete version, and of all older versions.
+
+        That of the newest one is left over if a process was killed just after the version became complete.
 
         Args:
             versions: All complete versions, in ascending order.
             protected: Versions whose staging folders stay.
         """
+        newest = max(versions, default=-1)
         for folder in (self._private / "staging").iterdir():
-            version = int(folder.name) if folder.name.isdecimal() else None
-            if version is None or version in protected:
+            if not folder.name.isdecimal():
                 continue
-            if versions and version <= versions[-1]:
+            version = int(folder.name)
+            is_protected = version in protected
+            if version <= newest and not is_protected:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _manifest_file(self, version: int) -> Path:
