@@ -114,7 +114,7 @@ class VersionFetch:
             self._unwritten[staged] = len(missing)
             self._queue.extend(_MissingChunk(staged, index) for index in missing)
         self._unwritten_bytes = sum(chunk.length for chunk in self._queue)  # of all versions
-        self._changed = threading.Condition()  # also the lock of all fields
+        self._condition = threading.Condition()  # also the lock of all fields
         self._ended = threading.Event()  # all chunks are written, or the fetch has failed
         self._error: Exception | None = None  # why it has failed
         self._last_byte = time.monotonic()  # time at which bytes arrived last, on any stream
@@ -180,14 +180,14 @@ class VersionFetch:
             DiskError: A chunk cannot be written.
             HolmesError: The source refuses this process, or has removed the version.
         """
-        with self._changed:
+        with self._condition:
             while self._unwritten[staged]:
                 is_quiet = time.monotonic() - self._last_byte > _QUIET_S
                 if is_quiet:
                     self._fail(QuietSource(f"no byte arrived for {_QUIET_S:.0f} s"))
                 if self._error is not None:  # set above, or by the thread of a stream
                     raise self._error
-                self._changed.wait(_LOOK_FOR_QUIET_S)
+                self._condition.wait(_LOOK_FOR_QUIET_S)
 
     def stop(self) -> None:
         """End the transfer from another thread: wait_for() fails unless all chunks are written."""
@@ -195,9 +195,9 @@ class VersionFetch:
 
     def _fail(self, error: Exception) -> None:
         """End the transfer with an error, unless all chunks are written already."""
-        with self._changed:
+        with self._condition:
             self._ended.set()
-            self._changed.notify_all()
+            self._condition.notify_all()
             is_complete = self._unwritten_bytes == 0
             if is_complete:
                 return  # the streams go back to the pool
@@ -247,7 +247,7 @@ class VersionFetch:
             stream: The stream.
             unanswered: Chunks that were requested over the stream, in this order.
         """
-        with self._changed:
+        with self._condition:
             self._open.add(stream)
         try:
             if stream.next_request is not None:
@@ -257,12 +257,12 @@ class VersionFetch:
             stream.close()
             raise
         finally:
-            with self._changed:
+            with self._condition:
                 self._open.discard(stream)
                 # Back to the front of the queue, in the same order: they are among the oldest chunks.
                 self._queue.extendleft(reversed(unanswered))
         if unanswered:
-            stream.close()
+            stream.close()  # late answers would be taken for those of later requests
         else:
             self._pool.give_back(self._address, stream)
 
@@ -279,7 +279,7 @@ class VersionFetch:
         version = stream.receive_next()
         stream.start_measuring()
         if version is None:
-            with self._changed:
+            with self._condition:
                 self._queue.extendleft(reversed(unanswered))
             unanswered.clear()
         elif version != next(iter(self._unwritten)).manifest.version:
@@ -312,7 +312,7 @@ class VersionFetch:
             has_enough_bytes = requested_bytes >= stream.bytes_ahead
             if has_enough_bytes and len(unanswered) >= _LEAST_REQUESTED:
                 return
-            with self._changed:
+            with self._condition:
                 if not self._queue:
                     return
                 chunk = self._queue.popleft()
@@ -322,7 +322,7 @@ class VersionFetch:
 
     def _count_bytes(self, staged: StagedVersion, count: int) -> None:
         """Record that bytes have arrived now, and pass their number to `on_bytes`."""
-        with self._changed:  # several streams call this at the same time
+        with self._condition:  # several streams call this at the same time
             self._last_byte = time.monotonic()
             self._on_bytes(staged, count)
 
@@ -350,10 +350,10 @@ class VersionFetch:
 
     def _count_chunk(self, chunk: _MissingChunk) -> None:
         """Count a chunk as written, and wake wait_for() if it was the last missing chunk of its version."""
-        with self._changed:
+        with self._condition:
             self._unwritten[chunk.staged] -= 1
             self._unwritten_bytes -= chunk.length
             if not self._unwritten_bytes:
                 self._ended.set()
             if not self._unwritten[chunk.staged]:
-                self._changed.notify_all()
+                self._condition.notify_all()

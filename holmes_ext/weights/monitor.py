@@ -87,7 +87,7 @@ class Monitor:
         hosts = self._status()["hosts"]
         with self._lock:
             before = self._samples
-            self._samples = {}
+            self._samples = {}  # without hosts that are gone
             for host in hosts:
                 address = str(host["address"])
                 samples = before.get(address) or deque(maxlen=_SAMPLES)

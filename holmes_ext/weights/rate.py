@@ -56,7 +56,7 @@ class RateLimit:
         self._lock = threading.Lock()
         # Time when all bytes of earlier calls of take() have been sent, if they are sent at the limit.
         self._link_free_at = 0.0
-        self._is_paused = False  # since the last call of _must_pause()
+        self._is_paused = False  # since the last call of _update_pause()
         self._pause_checked_at = time.monotonic()  # time of that call
         self._pause_budget_s = PAUSE_S  # how long sending may still pause, in seconds
 
@@ -77,13 +77,13 @@ class RateLimit:
 
     def _pause_for_training(self) -> None:
         """Wait while training exchanges data, as long as the budget of pauses lasts."""
-        while self._must_pause():
+        while self._update_pause():
             time.sleep(_LOOK_S)
 
-    def _must_pause(self) -> bool:
-        """Return whether training exchanges data now, and the budget of pauses is not used up.
+    def _update_pause(self) -> bool:
+        """Update the budget of pauses for the time since the last call; return whether to pause now.
 
-        Also updates the budget for the time since the last call.
+        Sending must pause while training exchanges data and the budget is not used up.
         """
         is_training_sending = self._is_training_sending()
         with self._lock:

@@ -107,7 +107,7 @@ class WeightsService:
         self._store = store
         self._limit = limit
         self._sites = Sites()
-        self._changed = threading.Condition()  # also the lock of the fields below
+        self._condition = threading.Condition()  # also the lock of the fields below
         self._connections: Counter[str] = Counter()  # site -> open connections
         self._sent: Counter[str] = Counter()  # site -> bytes of chunks
         # Id of a host -> its latest connection for reports. A host is gone when this connection ends.
@@ -129,8 +129,8 @@ class WeightsService:
     def close(self) -> None:
         """Let watch() return, and answer all reports that wait for news."""
         self._ended.set()
-        with self._changed:
-            self._changed.notify_all()
+        with self._condition:
+            self._condition.notify_all()
 
     def watch(self) -> None:
         """Handle new versions in the store and news of the hosts until close() is called."""
@@ -154,7 +154,7 @@ class WeightsService:
 
     def _update(self) -> None:
         """Read the versions in the store, forget silent hosts, and commit the wanted version if possible."""
-        with self._changed:
+        with self._condition:
             self._has_news = False
             try:
                 versions = self._store.versions()
@@ -162,7 +162,7 @@ class WeightsService:
                     self._versions = versions
                     for version in self._manifests.keys() - set(versions):
                         del self._manifests[version]
-                    self._changed.notify_all()
+                    self._condition.notify_all()
                 self._required = self._required_versions()
                 self._sites.forget_silent(time.monotonic())
                 self._commit_if_staged()
@@ -204,7 +204,7 @@ class WeightsService:
             return
         if self._sites.may_commit(wanted, current):
             self._store.commit(wanted)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def answer(self, channel: Channel, site: str, host_id: str) -> None:
         """Answer the requests of a receiving host until its connection ends.
@@ -216,14 +216,14 @@ class WeightsService:
             site: Name in the certificate of the receiving host.
             host_id: Random id of the host's process.
         """
-        with self._changed:
-            is_full = self._connections[site] >= _MOST_OF_SITE
-            if not is_full:
-                self._connections[site] += 1
         stream = SendingStream(
             channel, self._store, self._limit, on_bytes=lambda count: self._count(site, count)
         )
-        if is_full:
+        with self._condition:
+            has_room = self._connections[site] < _MOST_OF_SITE
+            if has_room:
+                self._connections[site] += 1
+        if not has_room:
             stream.reply({"error": f"site {site} has too many connections"})
             return
         try:
@@ -231,7 +231,7 @@ class WeightsService:
                 request = stream.next_request()
                 match request.get("op"):
                     case "report":
-                        with self._changed:
+                        with self._condition:
                             self._reporting[host_id] = channel
                         stream.reply(self._report_reply(site, host_id, request))
                     case "next":
@@ -243,12 +243,16 @@ class WeightsService:
                     case _:
                         stream.answer(request)
         finally:
-            with self._changed:
-                self._connections[site] -= 1
-                if self._reporting.get(host_id) is channel:
-                    del self._reporting[host_id]
-                    self._sites.remove(host_id)
-                self._changed.notify_all()
+            self._remove_connection(channel, site, host_id)
+
+    def _remove_connection(self, channel: Channel, site: str, host_id: str) -> None:
+        """Forget a connection that has ended; if it was the host's connection for reports, also the host."""
+        with self._condition:
+            self._connections[site] -= 1
+            if self._reporting.get(host_id) is channel:
+                del self._reporting[host_id]
+                self._sites.remove(host_id)
+            self._condition.notify_all()
 
     def _push_next(self, stream: SendingStream, host_id: str, document: dict[str, Any]) -> None:
         """Wait for the next version that a host pulls from the service, and send its first chunks.
@@ -266,7 +270,7 @@ class WeightsService:
             stream.reply({"error": str(error)})
             return
         manifest = None
-        with self._changed:
+        with self._condition:
             while not self._ended.is_set():
                 version = self._sites.next_from_service(host_id, self._required, request.after)
                 if version is not None:
@@ -274,7 +278,7 @@ class WeightsService:
                     break
                 if not stream.is_idle():
                     break
-                self._changed.wait(_LOOK_FOR_REQUEST_S)
+                self._condition.wait(_LOOK_FOR_REQUEST_S)
         stream.answer_next(manifest, request)
 
     def _manifest_of(self, version: int) -> VersionManifest | None:
@@ -287,7 +291,7 @@ class WeightsService:
         return self._manifests[version]
 
     def _count(self, site: str, count: int) -> None:
-        with self._changed:
+        with self._condition:
             self._sent[site] += count
 
     def _report_reply(self, site: str, host_id: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -308,15 +312,11 @@ class WeightsService:
             report = Table(document, "a report").into(HostReport)
         except HolmesError as error:
             return {"error": str(error)}
-        wait = request.get("wait")
-        wait_s = 0.0
-        if isinstance(wait, (int, float)):
-            wait_s = min(float(wait), _MOST_WAIT_S)
-        end = time.monotonic() + wait_s
-        with self._changed:
+        end = time.monotonic() + _requested_wait_s(request)
+        with self._condition:
             if self._sites.report(host_id, site, report, time.monotonic()):
                 self._has_news = True
-                self._changed.notify_all()  # other hosts of the site may pull from this one
+                self._condition.notify_all()  # other hosts of the site may pull from this one
             while True:
                 reply = self._instructions_for(host_id)
                 is_new = reply["token"] != request.get("seen")
@@ -326,7 +326,7 @@ class WeightsService:
                 left_s = end - time.monotonic()
                 if left_s <= 0 or self._ended.is_set():
                     return reply
-                self._changed.wait(left_s)
+                self._condition.wait(left_s)
 
     def _instructions_for(self, host_id: str) -> dict[str, Any]:
         """Return the answer to a host without manifests: versions to pull, their source, version to commit.
@@ -377,7 +377,7 @@ class WeightsService:
 
     def status(self) -> dict[str, Any]:
         """Return the published versions, and the state of the receiving hosts of all sites."""
-        with self._changed:
+        with self._condition:
             return {
                 "versions": self._versions,
                 "current": self._store.current,
@@ -385,3 +385,11 @@ class WeightsService:
                 "sent_bytes": dict(self._sent),
                 "hosts": self._sites.status(time.monotonic()),
             }
+
+
+def _requested_wait_s(request: dict[str, Any]) -> float:
+    """Return how long the answer to a report may wait for news, in seconds; 0.0: the request does not say."""
+    wait = request.get("wait")
+    if not isinstance(wait, (int, float)):
+        return 0.0
+    return min(float(wait), _MOST_WAIT_S)

@@ -104,12 +104,11 @@ class Sites:
         if host_before is None:
             return True
         before = host_before.report
-        is_same_for_others = (
-            before.address == report.address
-            and before.staged == report.staged
-            and before.current == report.current
+        return (
+            report.address != before.address
+            or report.staged != before.staged
+            or report.current != before.current
         )
-        return not is_same_for_others
 
     def remove(self, host_id: str) -> None:
         """Remove a host whose connection has ended from the table."""

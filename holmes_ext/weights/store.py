@@ -32,7 +32,7 @@ from holmes_ext.words import why
 _PRIVATE = ".holmes"
 _CURRENT = "current"
 _DAMAGED = "remove the version's folder and this file"
-#: Digits of the number of a version.
+#: Most digits of the number of a version: see MOST_VERSIONS.
 _DIGITS = 12
 
 
@@ -110,8 +110,8 @@ class VersionStore:
             names = os.listdir(self.path)
         except FileNotFoundError:
             return []
-        numbers = [int(name) for name in names if name.isdecimal() and len(name) <= _DIGITS]
-        return sorted(version for version in numbers if self.has(version))
+        numbers = [_parse_version(name) for name in names]
+        return sorted(number for number in numbers if number is not None and self.has(number))
 
     def manifest(self, version: int) -> VersionManifest:
         """Return the manifest of a complete version.
@@ -164,8 +164,7 @@ class VersionStore:
             target = os.readlink(self.path / _CURRENT)
         except OSError:
             return None
-        is_version = target.isdecimal() and len(target) <= _DIGITS
-        return int(target) if is_version else None
+        return _parse_version(target)
 
     def commit(self, version: int) -> None:
         """Make a complete version the one in use: replace the link PATH/current by a link to it.
@@ -195,7 +194,7 @@ class VersionStore:
             text = self._commit_file.read_text()
         except OSError:
             return None
-        return int(text) if text.isdecimal() and len(text) <= _DIGITS else None
+        return _parse_version(text)
 
     def want(self, version: int) -> None:
         """Record that all sites should switch to a version as soon as their hosts have it completely."""
@@ -305,6 +304,12 @@ class VersionStore:
         return self._manifests / f"{version}.json"
 
 
+def _parse_version(text: str) -> int | None:
+    """Return the number of a version that a text such as "12" shows; None: the text is no such number."""
+    is_version = text.isdecimal() and len(text) <= _DIGITS
+    return int(text) if is_version else None
+
+
 class ChunkReader:
     """Reader of single chunks of the files of complete versions. Not thread-safe."""
 
@@ -328,8 +333,10 @@ class ChunkReader:
             raise HolmesError(f"version {version} has no chunk {index}")
         chunk = self._manifest.chunks[index]
         path = self._store.folder(version) / self._manifest.files[chunk.file].name
+        # If a user has put something else there, a link is refused, and opening a pipe does not block.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            descriptor = os.open(path, flags)
         except FileNotFoundError:
             raise MissingVersion(f"version {version} was removed meanwhile") from None
         except OSError as error:
