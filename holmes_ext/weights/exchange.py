@@ -86,7 +86,7 @@ class NextRequest(NamedTuple):
     after: int  # newest version of the receiver; the next version is the first with a larger number
     first: int  # index of the first chunk
     step: int  # difference of the indices of two chunks: other streams get the chunks in between
-    bytes: int  # that are sent before any other request; the last chunk may exceed them
+    bytes: int  # most bytes of all these chunks together; the last chunk may exceed them
 
     @classmethod
     def of_document(cls, document: dict[str, Any]) -> NextRequest:
@@ -378,6 +378,7 @@ class ReceivingStream:
         Raises:
             OSError: No answer came within PART_S seconds, or the connection is lost.
         """
+        # If the sender still waits for the next version, this ends the wait: it answers that there is none.
         self._channel.send({"op": "end"}, Deadline(PART_S, "a request"))
         version = self._receive_answer().get("version")
         self.next_request = None

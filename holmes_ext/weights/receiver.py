@@ -170,8 +170,8 @@ class WeightsReceiver:
         try:
             if self._channel is None:
                 self._channel = self._call_service()
-                self._last_token = ""
-                self._unreachable = ()
+                self._last_token = ""  # so the first answer comes at once
+                self._unreachable = ()  # they may be reachable again
             stream = ReceivingStream(self._channel, "the service", RateLimit())
             request = {
                 "op": "report",

@@ -151,8 +151,8 @@ class Sites:
                 if oldest in other.staged:
                     # Only versions that `other` has completely: it may be pulling the others from this host.
                     return Source(other.report.address, _leading_staged(missing, other.staged))
-        # A host waits for incomplete versions only at a host that connected earlier, never at a later one. So
-        # no two hosts wait for each other.
+        # A host pulls versions that the source itself still lacks only if the source connected before it. So no
+        # two hosts wait for each other.
         predecessor_address = earlier[-1].report.address if earlier else ""
         return Source(predecessor_address, missing)
 
