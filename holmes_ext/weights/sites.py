@@ -151,7 +151,7 @@ class Sites:
                 if oldest in other.staged:
                     # Only versions that `other` has completely: it may be pulling the others from this host.
                     return Source(other.report.address, _leading_staged(missing, other.staged))
-        # A host pulls versions that the source itself still lacks only if the source connected before it. So no
+        # A host pulls versions that the source itself lacks only if the source connected before it. So no
         # two hosts wait for each other.
         predecessor_address = earlier[-1].report.address if earlier else ""
         return Source(predecessor_address, missing)
