@@ -49,7 +49,9 @@ def main():
 
 @contextmanager
 def running(lab, folder):
-    """Give the block an example without processes; end the processes that it has started after the block.
+    """Context manager that yields an Example, and ends all of its processes when the block ends.
+
+    No process runs before Example.run().
 
     Args:
         lab: The running lab.

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 
 def save_delta(folder, tensors, parent):
-    """Write a delta: the numbers of `tensors` that differ from those of `parent`, with their positions.
+    """Write a delta: the elements of `tensors` whose values differ from `parent`, and their positions.
 
     Bits are compared, because 0.0 and -0.0 are equal as numbers.
 

@@ -113,9 +113,9 @@ def current_folders(directory: str | Path) -> list[Path]:
         try:
             return _chain_folders(store, committed)
         except missing_version:
-            # The version may have been removed because a newer one was committed: then try the newer one.
             if store.current == committed:
                 raise
+            # Another version was committed meanwhile, and this one was removed: try again with the other one.
 
 
 def wait_for_version(directory: str | Path, version: int, timeout_s: float = 1800.0) -> list[Path]:

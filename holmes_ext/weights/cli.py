@@ -252,7 +252,7 @@ def _receive(args: argparse.Namespace) -> int:
     )
     store = VersionStore(Path(args.folder))
     store.make()
-    with store.adding(), suppress(KeyboardInterrupt):
+    with store.lock(), suppress(KeyboardInterrupt):
         service = _join_service(args)
         check_origin(store, fetch_origin(service))
         try:
@@ -296,7 +296,10 @@ def _join_service(args: argparse.Namespace) -> JoinPlace:
 
 
 def _with_options_of_receive(error: HolmesError) -> HolmesError:
-    """Return an error that names options of `holmes weights receive` instead of those of a training job."""
+    """Return a copy of an error about joining, with the option names of `holmes weights receive` in it.
+
+    The message of `error` names options of a training job: --holmes-join and --holmes-join-invitation.
+    """
     message = str(error).replace("--holmes-join-invitation", "--invitation")
     return HolmesError(message.replace("--holmes-join", "--join"))
 

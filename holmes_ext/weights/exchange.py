@@ -64,6 +64,7 @@ _RATE_S = 0.1
 #: Field tcpi_min_rtt of struct tcp_info (linux/tcp.h), in microseconds: its format, and its offset in bytes.
 _MIN_RTT = struct.Struct("=I")
 _MIN_RTT_OFFSET = 148
+_MIN_RTT_UNKNOWN = 2**32 - 1  # value of the field before the first measurement
 #: Bytes of the first and of the largest request for zeros ("warm").
 _FIRST_WARM = 2**17
 _MOST_WARM = 8 * 2**20
@@ -71,6 +72,8 @@ _MOST_WARM = 8 * 2**20
 _WARM_ROUND_TRIPS = 2.5
 #: File that says whether TCP's windows shrink while a connection is idle. BBR's do not in any case.
 _SHRINKS_IN_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+#: Bytes of the longest name of a congestion control algorithm (TCP_CA_NAME_MAX of Linux).
+_NAME_BYTES = 16
 #: Bytes of the longest request: the report of a host.
 _LONGEST_REQUEST = 2**20
 #: Bytes of the longest answer: a manifest of 500,000 chunks.
@@ -78,12 +81,12 @@ _LONGEST_ANSWER = 64 * 2**20
 
 
 class NextRequest(NamedTuple):
-    """Request for the first chunks of the next version ("next")."""
+    """Request {"op": "next"}: the sender sends the first chunks of the next version as soon as it exists."""
 
-    after: int  # version; the next one has a larger number
+    after: int  # newest version of the receiver; the next version is the first with a larger number
     first: int  # index of the first chunk
     step: int  # difference of the indices of two chunks: other streams get the chunks in between
-    bytes: int  # that are sent before any other request; the last chunk may exceed them
+    bytes: int  # most bytes of all these chunks together; the last chunk may exceed them
 
     @classmethod
     def of_document(cls, document: dict[str, Any]) -> NextRequest:
@@ -167,18 +170,18 @@ class SendingStream:
         except HolmesError as error:
             self.reply({"error": str(error)})
             return
-        self._send_chunk(data)
+        self._send_bytes(data, self._on_bytes)
 
     def is_idle(self) -> bool:
         """Return whether the connection is open, and the receiver has sent no further request."""
         return self._channel.idle()
 
-    def push(self, manifest: VersionManifest | None, request: NextRequest) -> None:
-        """Answer a request for the next version ("op" is "next") with its first chunks.
+    def answer_next(self, manifest: VersionManifest | None, request: NextRequest) -> None:
+        """Answer a request for the next version: send its number, and the chunks of pushed_chunks().
 
         Args:
             manifest: Manifest of the version; None: there is none yet, and no chunk is sent.
-            request: The request.
+            request: The request, whose "op" is "next".
 
         Raises:
             OSError: The connection is lost, or the receiver does not read the bytes in time.
@@ -189,7 +192,7 @@ class SendingStream:
         self.reply({"version": manifest.version})
         try:
             for index in pushed_chunks(manifest, request):
-                self._send_chunk(self._reader.read(manifest.version, index))
+                self._send_bytes(self._reader.read(manifest.version, index), self._on_bytes)
         except HolmesError as error:
             self.reply({"error": str(error)})
 
@@ -209,9 +212,6 @@ class SendingStream:
         if count < 0 or not _keeps_window(self._channel.socket):
             count = 0
         self._send_bytes(bytes(count), on_bytes=lambda length: None)
-
-    def _send_chunk(self, data: bytes) -> None:
-        self._send_bytes(data, self._on_bytes)
 
     def _send_bytes(self, data: bytes, on_bytes: Callable[[int], None]) -> None:
         """Send the length of a chunk, and its bytes in parts, each as soon as the rate limit allows it."""
@@ -238,8 +238,10 @@ class SendingStream:
         if self._arriving is not None:
             for _ in range(_MOST_LATER):
                 arriving = self._arriving.get(version)
-                if arriving is not None or self._store.has(version):
+                if arriving is not None:
                     return arriving
+                if self._store.has(version):
+                    return None
                 arriving = self._arriving.wait_for(version, _LATER_S)
                 if arriving is not None:
                     return arriving
@@ -258,14 +260,15 @@ class SendingStream:
             version: Number of the version.
             index: Index of the chunk in the manifest.
         """
-        if arriving is not None and 0 <= index < len(arriving.manifest.chunks):
-            # It is closed when it has been moved to the store, or its transfer has failed.
-            while not arriving.is_closed:
-                data = arriving.wait_for(index, _LATER_S)
-                if data is not None:
-                    return data
-                if not arriving.is_closed:
-                    self.reply({"later": True})
+        if arriving is None or index not in range(len(arriving.manifest.chunks)):
+            return self._reader.read(version, index)
+        while not arriving.is_closed:
+            data = arriving.wait_for(index, _LATER_S)
+            if data is not None:
+                return data
+            if not arriving.is_closed:
+                self.reply({"later": True})
+        # The version was moved to the store; if its transfer has failed instead, read() raises an error.
         return self._reader.read(version, index)
 
 
@@ -287,15 +290,15 @@ class ReceivingStream:
         self._buffer = memoryview(b"")
         self._rate = 0.0  # bytes/s, of the last measurement
         self._round_trip_s = 0.0  # the least that was measured, so without the time in queues
-        # Begin of this measurement, by time.monotonic(); 0: it begins with the next part.
-        self._measured_since = 0.0
+        # Begin of this measurement, by time.monotonic(); None: it begins with the next part.
+        self._measured_since: float | None = None
         self._measured_bytes = 0  # received since then
         #: Request for the next version that has no answer yet; None: there is none.
         self.next_request: NextRequest | None = None
 
     def start_measuring(self) -> None:
         """Restart the measurement of the rate with the next part that arrives, after an idle time."""
-        self._measured_since = 0.0
+        self._measured_since = None
 
     @property
     def bytes_ahead(self) -> int:
@@ -309,22 +312,26 @@ class ReceivingStream:
         return round(min(max(ahead, _LEAST_AHEAD), _MOST_AHEAD))
 
     def _measure(self, count: int) -> None:
-        """Count the bytes of a part that has arrived, and update rate and round trip from time to time."""
+        """Count the bytes of a part that has arrived. After a measurement, update rate and round trip.
+
+        A measurement takes _RATE_S seconds, or a round trip if that is longer.
+        """
         now = time.monotonic()
-        if not self._measured_since:
-            self._measured_since, self._measured_bytes = now, 0
-            return
-        self._measured_bytes += count
-        elapsed_s = now - self._measured_since
-        if elapsed_s >= max(_RATE_S, self._round_trip_s):
+        if self._measured_since is not None:
+            self._measured_bytes += count
+            elapsed_s = now - self._measured_since
+            if elapsed_s < max(_RATE_S, self._round_trip_s):
+                return
             self._rate = self._measured_bytes / elapsed_s
             self._round_trip_s = _least_round_trip_s(self._channel.socket)
-            self._measured_since, self._measured_bytes = now, 0
+        self._measured_since = now  # the next measurement begins
+        self._measured_bytes = 0
 
     def is_idle(self) -> bool:
-        """Return whether the connection is open, and nothing arrives but an answer of receive_next()."""
-        may_have_bytes = self.next_request is not None
-        return self._channel.lives() and (may_have_bytes or self._channel.idle())
+        """Return whether the connection is open, and nothing arrives but the answer to `next_request`."""
+        if self.next_request is not None:
+            return self._channel.lives()  # the answer may be there already
+        return self._channel.lives() and self._channel.idle()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request, and return the answer.
@@ -371,6 +378,7 @@ class ReceivingStream:
         Raises:
             OSError: No answer came within PART_S seconds, or the connection is lost.
         """
+        # If the sender still waits for the next version, this ends the wait: it answers that there is none.
         self._channel.send({"op": "end"}, Deadline(PART_S, "a request"))
         version = self._receive_answer().get("version")
         self.next_request = None
@@ -392,10 +400,9 @@ class ReceivingStream:
             self._receive_bytes(count, on_bytes=lambda length: None)
             elapsed_s = time.monotonic() - begin
             round_trip_s = _least_round_trip_s(self._channel.socket) + _SLACK_S
-            is_full = elapsed_s > _WARM_ROUND_TRIPS * round_trip_s
-            if (
-                is_full and count > _FIRST_WARM
-            ):  # the first ones take several round trips in any case
+            is_limited_by_link = elapsed_s > _WARM_ROUND_TRIPS * round_trip_s
+            # The first zeros take several round trips on any link, because a new window is small.
+            if is_limited_by_link and count > _FIRST_WARM:
                 return
             count *= 2
 
@@ -468,7 +475,8 @@ def _keeps_window(connection: socket.socket) -> bool:
     with contextlib.suppress(OSError):
         if _SHRINKS_IN_IDLE.read_text().strip() == "0":
             return True
-        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)[:3] == b"bbr"
+        algorithm = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES)
+        return algorithm.startswith(b"bbr")
     return False
 
 
@@ -479,7 +487,7 @@ def _least_round_trip_s(connection: socket.socket) -> float:
         information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
         if len(information) == size:
             [microseconds] = _MIN_RTT.unpack_from(information, _MIN_RTT_OFFSET)
-            if microseconds < 2**32 - 1:
+            if microseconds != _MIN_RTT_UNKNOWN:
                 return microseconds / 1e6
     return 0.0
 

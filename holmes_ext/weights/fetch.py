@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from holmes_ext.errors import HolmesError
@@ -28,7 +29,11 @@ STALL_S = 20.0
 #: A fetch also fails, with open streams, if no byte has arrived for this number of seconds: the source itself
 #: waits for the version.
 _QUIET_S = 30.0
-#: Most chunks that a stream has requested and not received.
+#: Seconds between two checks whether the source is quiet.
+_LOOK_FOR_QUIET_S = 1.0
+#: Least and most chunks that a stream has requested and not received. With two, however large they are, the
+#: source can send one while the other is written.
+_LEAST_REQUESTED = 2
 _MOST_REQUESTED = 256
 #: Seconds between two attempts to open a stream.
 _RETRY_S = 0.5
@@ -49,6 +54,13 @@ class QuietSource(ConnectionError):
 
 class DiskError(HolmesError):
     """Error: files of a version of the weights cannot be written to the disk of this host."""
+
+    @classmethod
+    def of_folder(cls, folder: Path, error: OSError) -> DiskError:
+        """Return the error for a folder of versions in which a system call has failed with `error`."""
+        return cls(
+            f"{folder}: a version cannot be written there ({why(error)}); make space and start again"
+        )
 
 
 class _MissingChunk(NamedTuple):
@@ -102,7 +114,7 @@ class VersionFetch:
             self._unwritten[staged] = len(missing)
             self._queue.extend(_MissingChunk(staged, index) for index in missing)
         self._unwritten_bytes = sum(chunk.length for chunk in self._queue)  # of all versions
-        self._changed = threading.Condition()  # also the lock of all fields
+        self._condition = threading.Condition()  # also the lock of all fields
         self._ended = threading.Event()  # all chunks are written, or the fetch has failed
         self._error: Exception | None = None  # why it has failed
         self._last_byte = time.monotonic()  # time at which bytes arrived last, on any stream
@@ -113,51 +125,69 @@ class VersionFetch:
         """Start the threads that pull the chunks."""
         if not self._queue:
             return
-        pushing: list[_PushingStream | None] = [*self._claim_pushed()]
-        pushing += [None] * (self._streams - len(pushing))
-        for each in pushing:
+        first_streams: list[_PushingStream | None] = [*self._take_pushing_streams()]
+        # The other threads take streams from the pool.
+        first_streams += [None] * (self._streams - len(first_streams))
+        for first_stream in first_streams:
             threading.Thread(
-                target=self._pull_until_end, args=(each,), name="holmes-weights", daemon=True
+                target=self._pull_until_end,
+                args=(first_stream,),
+                name="holmes-weights",
+                daemon=True,
             ).start()
 
-    def _claim_pushed(self) -> list[_PushingStream]:
-        """Take the streams from the pool over which the next version was requested before it existed.
+    def _take_pushing_streams(self) -> list[_PushingStream]:
+        """Take the streams from the pool over which the oldest version was requested before it existed.
 
-        Their chunks are no longer in the queue afterwards, so that no other stream requests them.
+        The chunks that come over them are removed from the queue, so that no other stream requests them.
+        Streams that wait for another version are closed.
         """
         pushing: list[_PushingStream] = []
-        staged = next(iter(self._unwritten))  # the oldest version
         for stream in self._pool.take_waiting(self._address):
-            request = stream.next_request
-            is_for_it = request is not None and request.after < staged.manifest.version
-            if request is None or not is_for_it or not stream.is_idle():
+            chunks = self._chunks_pushed_over(stream)
+            if chunks is None:
                 stream.close()
-                continue
-            chunks = [_MissingChunk(staged, i) for i in pushed_chunks(staged.manifest, request)]
-            if not all(chunk in self._queue for chunk in chunks):
-                stream.close()  # some of them are written already
                 continue
             for chunk in chunks:
                 self._queue.remove(chunk)
             pushing.append(_PushingStream(stream, deque(chunks)))
         return pushing
 
+    def _chunks_pushed_over(self, stream: ReceivingStream) -> list[_MissingChunk] | None:
+        """Return the chunks of the oldest version that come over a stream without a further request.
+
+        Returns:
+            None: The stream is broken or waits for another version, or some of the chunks are written.
+        """
+        oldest = next(iter(self._unwritten))
+        request = stream.next_request
+        if request is None or request.after >= oldest.manifest.version:
+            return None
+        if not stream.is_idle():
+            return None
+        indices = pushed_chunks(oldest.manifest, request)
+        chunks = [_MissingChunk(oldest, index) for index in indices]
+        are_all_missing = all(chunk in self._queue for chunk in chunks)
+        return chunks if are_all_missing else None
+
     def wait_for(self, staged: StagedVersion) -> None:
         """Wait until all chunks of a version are written.
 
         Raises:
-            OSError: The streams broke, and no byte arrived for `stall_s` seconds.
+            OSError: The streams broke, and no byte arrived for `stall_s` seconds (see the class).
+            QuietSource: The streams are open, but no byte arrived for _QUIET_S seconds.
             WrongDigest: The source has other bytes than the manifest says.
             DiskError: A chunk cannot be written.
             HolmesError: The source refuses this process, or has removed the version.
         """
-        with self._changed:
+        with self._condition:
             while self._unwritten[staged]:
-                if self._error is None and time.monotonic() - self._last_byte > _QUIET_S:
+                is_quiet = time.monotonic() - self._last_byte > _QUIET_S
+                if is_quiet:
                     self._fail(QuietSource(f"no byte arrived for {_QUIET_S:.0f} s"))
-                if self._error is not None:
+                if self._error is not None:  # set above, or by the thread of a stream
                     raise self._error
-                self._changed.wait(1.0)
+                self._condition.wait(_LOOK_FOR_QUIET_S)
 
     def stop(self) -> None:
         """End the transfer from another thread: wait_for() fails unless all chunks are written."""
@@ -165,16 +195,17 @@ class VersionFetch:
 
     def _fail(self, error: Exception) -> None:
         """End the transfer with an error, unless all chunks are written already."""
-        with self._changed:
-            is_incomplete = self._unwritten_bytes > 0
-            if self._error is None and is_incomplete:
-                self._error = error
-            # Cutting a stream wakes its thread. If the transfer is complete, its streams go back to the pool.
-            to_cut = list(self._open) if is_incomplete else []
+        with self._condition:
             self._ended.set()
-            self._changed.notify_all()
-        for stream in to_cut:
-            stream.cut()
+            self._condition.notify_all()
+            is_complete = self._unwritten_bytes == 0
+            if is_complete:
+                return  # the streams go back to the pool
+            if self._error is None:
+                self._error = error
+            open_streams = list(self._open)
+        for stream in open_streams:
+            stream.cut()  # wakes the thread of the stream
 
     def _pull_until_end(self, pushing: _PushingStream | None) -> None:
         """Pull chunks over a stream, or over another one if it breaks, until the fetch ends.
@@ -182,9 +213,10 @@ class VersionFetch:
         Runs in a thread of its own.
 
         Args:
-            pushing: The first stream, which is read in any case; None: one of the pool.
+            pushing: The first stream; None: the first stream is also taken from the pool.
         """
         if pushing is not None:
+            # Even if the fetch has ended already: the stream must be closed, or go back to the pool.
             self._pull_while_open(pushing)
         while not self._ended.is_set():
             self._pull_while_open(None)
@@ -215,7 +247,7 @@ class VersionFetch:
             stream: The stream.
             unanswered: Chunks that were requested over the stream, in this order.
         """
-        with self._changed:
+        with self._condition:
             self._open.add(stream)
         try:
             if stream.next_request is not None:
@@ -225,25 +257,29 @@ class VersionFetch:
             stream.close()
             raise
         finally:
-            with self._changed:
+            with self._condition:
                 self._open.discard(stream)
                 # Back to the front of the queue, in the same order: they are among the oldest chunks.
                 self._queue.extendleft(reversed(unanswered))
         if unanswered:
-            stream.close()
+            stream.close()  # late answers would be taken for those of later requests
         else:
             self._pool.give_back(self._address, stream)
 
     def _await_push(self, stream: ReceivingStream, unanswered: deque[_MissingChunk]) -> None:
-        """Wait until the source begins to send the next version, or says that it does not.
+        """Wait until the source begins to send the next version, or answers that it sends none.
+
+        Args:
+            stream: Stream over which the next version was requested.
+            unanswered: Chunks that should come over it. If they do not, they are moved back to the queue.
 
         Raises:
-            OSError: It sends another version, or the connection is lost.
+            OSError: The source sends another version, or the connection is lost.
         """
         version = stream.receive_next()
         stream.start_measuring()
         if version is None:
-            with self._changed:
+            with self._condition:
                 self._queue.extendleft(reversed(unanswered))
             unanswered.clear()
         elif version != next(iter(self._unwritten)).manifest.version:
@@ -273,9 +309,10 @@ class VersionFetch:
         if not unanswered:
             stream.start_measuring()
         while len(unanswered) < _MOST_REQUESTED:
-            if requested_bytes >= stream.bytes_ahead and len(unanswered) > 1:
+            has_enough_bytes = requested_bytes >= stream.bytes_ahead
+            if has_enough_bytes and len(unanswered) >= _LEAST_REQUESTED:
                 return
-            with self._changed:
+            with self._condition:
                 if not self._queue:
                     return
                 chunk = self._queue.popleft()
@@ -285,7 +322,7 @@ class VersionFetch:
 
     def _count_bytes(self, staged: StagedVersion, count: int) -> None:
         """Record that bytes have arrived now, and pass their number to `on_bytes`."""
-        with self._changed:  # several streams call this at the same time
+        with self._condition:  # several streams call this at the same time
             self._last_byte = time.monotonic()
             self._on_bytes(staged, count)
 
@@ -313,10 +350,10 @@ class VersionFetch:
 
     def _count_chunk(self, chunk: _MissingChunk) -> None:
         """Count a chunk as written, and wake wait_for() if it was the last missing chunk of its version."""
-        with self._changed:
+        with self._condition:
             self._unwritten[chunk.staged] -= 1
             self._unwritten_bytes -= chunk.length
             if not self._unwritten_bytes:
                 self._ended.set()
             if not self._unwritten[chunk.staged]:
-                self._changed.notify_all()
+                self._condition.notify_all()

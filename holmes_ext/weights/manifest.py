@@ -97,16 +97,20 @@ class VersionManifest:
         self._check_chunk_counts()
 
     def _check_chunk_counts(self) -> None:
-        """Raise HolmesError if a file has too few or too many chunks for its size in bytes."""
-        is_power_of_two = self.chunk_bytes > 0 and self.chunk_bytes & (self.chunk_bytes - 1) == 0
-        if not is_power_of_two or not LEAST_CHUNK_BYTES <= self.chunk_bytes <= MOST_CHUNK_BYTES:
+        """Raise HolmesError if the size of a chunk is not valid, or a file has a wrong number of chunks.
+
+        A valid size is a power of two from LEAST_CHUNK_BYTES to MOST_CHUNK_BYTES.
+        """
+        is_in_limits = LEAST_CHUNK_BYTES <= self.chunk_bytes <= MOST_CHUNK_BYTES
+        is_power_of_two = self.chunk_bytes & (self.chunk_bytes - 1) == 0
+        if not is_in_limits or not is_power_of_two:
             raise HolmesError(f"a chunk cannot have {self.chunk_bytes} bytes")
         for file in self.files:
-            count = -(-file.size // self.chunk_bytes)  # rounded up
-            if len(file.chunks) != count:
+            count = len(file.chunks)
+            required_count = -(-file.size // self.chunk_bytes)  # rounded up
+            if count != required_count:
                 raise HolmesError(
-                    f"file {file.name!r} of {file.size} bytes has {count} chunks,"
-                    f" not {len(file.chunks)}"
+                    f"file {file.name!r} of {file.size} bytes needs {required_count} chunks, but has {count}"
                 )
 
     @property

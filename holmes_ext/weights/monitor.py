@@ -79,16 +79,15 @@ class Monitor:
         self._origin = origin
         self._published_at = published_at
         self._lock = threading.Lock()  # of the samples
-        self._samples: dict[
-            str, deque[ReceivedSample]
-        ] = {}  # address of a host -> the newest samples
+        # Address of a host -> its newest samples.
+        self._samples: dict[str, deque[ReceivedSample]] = {}
 
     def sample(self, now: float) -> None:
         """Take a sample of the bytes that each host has received until `now`, by time.monotonic()."""
         hosts = self._status()["hosts"]
         with self._lock:
             before = self._samples
-            self._samples = {}
+            self._samples = {}  # without hosts that are gone
             for host in hosts:
                 address = str(host["address"])
                 samples = before.get(address) or deque(maxlen=_SAMPLES)
@@ -122,12 +121,12 @@ class Monitor:
         Returns:
             0.0 if the host has the newest version.
         """
-        for version in published:
-            if newest is not None and version <= newest:
-                continue
+        lacking = [version for version in published if newest is None or version > newest]
+        for version in lacking:
             published_at = self._published_at(version)
-            if published_at is not None:  # otherwise the version was removed a moment ago
-                return max(0.0, time.time() - published_at)
+            if published_at is None:
+                continue  # the version was removed a moment ago
+            return max(0.0, time.time() - published_at)
         return 0.0
 
     def collect(self) -> Iterator[Any]:
@@ -186,7 +185,7 @@ def metric_values(status: dict[str, Any]) -> dict[str, dict[tuple[str, ...], flo
 
 
 @contextlib.contextmanager
-def monitored(monitor: Monitor, environ: Mapping[str, str]) -> Iterator[None]:
+def run_monitor(monitor: Monitor, environ: Mapping[str, str]) -> Iterator[None]:
     """Context manager that runs a monitor, and exports its metrics if HOLMES_WEIGHTS_METRICS is set.
 
     While the block runs, a thread takes a sample of the received bytes of all hosts every second.

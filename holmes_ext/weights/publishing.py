@@ -26,7 +26,7 @@ from holmes_ext.weights.manifest import (
     check_version,
     chunk_bytes_of,
 )
-from holmes_ext.weights.staging import sync_folder
+from holmes_ext.weights.staging import sync_folders
 from holmes_ext.weights.store import VersionStore
 from holmes_ext.words import why
 
@@ -83,7 +83,7 @@ def publish_folder(
         HolmesError: The folder, a number or the store cannot be used, or the folder changes.
     """
     store.make()
-    with store.adding():
+    with store.lock():
         _check_numbers(store, version, parent)
         stamps = _stamps_of(folder)
         try:
@@ -115,7 +115,7 @@ def _check_numbers(store: VersionStore, version: int, parent: int | None) -> Non
             raise HolmesError(
                 f"version {version} is a delta to {parent}, which is not published; publish a full version"
             )
-        store.chain(parent)  # raises an error if the version cannot be built from it
+        store.check_chain(parent)
 
 
 def _stamps_of(folder: Path) -> dict[str, _Stamp]:
@@ -192,10 +192,7 @@ def _copy(
             files.append(_copy_file(folder, name, stamp, partial, chunk_bytes))
         if _stamps_of(folder) != stamps:
             raise _changed_error(folder)
-        for path in partial.rglob("*"):
-            if path.is_dir():
-                sync_folder(path)
-        sync_folder(partial)
+        sync_folders(partial)
         manifest = VersionManifest(version, tuple(files), parent, chunk_bytes)
         store.add_complete(manifest, partial)
     except BaseException:

@@ -56,13 +56,13 @@ class RateLimit:
         self._lock = threading.Lock()
         # Time when all bytes of earlier calls of take() have been sent, if they are sent at the limit.
         self._link_free_at = 0.0
-        self._is_paused = False  # since the last call of _must_pause()
+        self._is_paused = False  # since the last call of _update_pause()
         self._pause_checked_at = time.monotonic()  # time of that call
         self._pause_budget_s = PAUSE_S  # how long sending may still pause, in seconds
 
     def take(self, count: int) -> None:
         """Wait until `count` more bytes may be sent or received."""
-        self._wait_for_training()
+        self._pause_for_training()
         if not self._bytes_per_second:
             return
         with self._lock:
@@ -73,17 +73,17 @@ class RateLimit:
             wait_s = self._link_free_at - now
         if wait_s > 0:
             time.sleep(wait_s)
-            self._wait_for_training()  # it may have begun meanwhile
+            self._pause_for_training()  # it may have begun meanwhile
 
-    def _wait_for_training(self) -> None:
-        """Wait while weights must not be sent."""
-        while self._must_pause():
+    def _pause_for_training(self) -> None:
+        """Wait while training exchanges data, as long as the budget of pauses lasts."""
+        while self._update_pause():
             time.sleep(_LOOK_S)
 
-    def _must_pause(self) -> bool:
-        """Return whether training exchanges data now, and the budget of pauses is not used up.
+    def _update_pause(self) -> bool:
+        """Update the budget of pauses for the time since the last call; return whether to pause now.
 
-        Also updates the budget for the time since the last call.
+        Sending must pause while training exchanges data and the budget is not used up.
         """
         is_training_sending = self._is_training_sending()
         with self._lock:
@@ -119,7 +119,8 @@ def parse_rate_limit(text: str, where: str) -> int:
 def make_background(connection: socket.socket) -> None:
     """Mark the packets of a connection as less urgent than all others, as far as the system allows it.
 
-    The kernel also takes little more than it can send at once, so that a pause begins soon.
+    Also limit the bytes that the kernel accepts and has not sent: it still sends them after RateLimit has
+    paused the weights because training exchanges data.
     """
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MOST_UNSENT_BYTES)
@@ -129,6 +130,5 @@ def make_background(connection: socket.socket) -> None:
         # Of an IPv6 socket, this is for IPv4 addresses that are mapped into IPv6.
         connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _CS1)
     with contextlib.suppress(OSError):
-        connection.setsockopt(
-            socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK
-        )  # after IP_TOS, which sets it
+        # After IP_TOS, which sets the priority, too.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK)

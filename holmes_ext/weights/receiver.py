@@ -170,8 +170,8 @@ class WeightsReceiver:
         try:
             if self._channel is None:
                 self._channel = self._call_service()
-                self._last_token = ""
-                self._unreachable = ()
+                self._last_token = ""  # so the first answer comes at once
+                self._unreachable = ()  # they may be reachable again
             stream = ReceivingStream(self._channel, "the service", RateLimit())
             request = {
                 "op": "report",
@@ -224,8 +224,10 @@ class WeightsReceiver:
             self._use_source(source, versions, reply.get("manifests"))
         if not self._settings.is_once or self._is_pulling():
             return False
+        if not versions:
+            return False  # nothing is published yet
         has_all = all(self._store.has(version) for version in versions)
-        return bool(versions) and has_all and self._store.current == commit
+        return has_all and self._store.current == commit
 
     def _switch_to(self, version: object) -> None:
         """Make a version the one in use at this host, if the folder has all files that it needs.
@@ -238,10 +240,10 @@ class WeightsReceiver:
         if not self._store.has(version):
             return
         try:
-            self._store.chain(version)
+            self._store.check_chain(version)
             self._store.commit(version)
         except OSError as error:
-            raise _disk_error(self._store, error) from None
+            raise DiskError.of_folder(self._store.path, error) from None
         except HolmesError:
             return  # a version of the chain is still missing
         self._on_event({"event": "committed", "version": version})
@@ -318,7 +320,7 @@ class WeightsReceiver:
         """Prepare for another try after a failed transfer, or end this process if another try cannot help.
 
             source              error                      reaction
-            host of the site    it has no bytes yet        it is used again, a few times
+            host of the site    it has no bytes yet        it is used again (limit: _MOST_REFUSALS)
             host of the site    any other                  the next report names it as unreachable
             the service         it has sent wrong bytes    this process ends with the error
             the service         any other                  it is used again
@@ -327,17 +329,16 @@ class WeightsReceiver:
             address: HOST:PORT of the source, a host of the site; "": the service.
             error: Why the transfer failed.
         """
-        # A host of the site refuses a version that has not arrived there in time.
-        has_nothing_to_send = isinstance(error, Refused | QuietSource)
-        if has_nothing_to_send:
-            self._refusals[address] += 1
-        is_from_service = not address
-        if is_from_service:
-            if isinstance(error, HolmesError) and not has_nothing_to_send:
-                self._error = error  # another transfer would get the same bytes
-                return
-        elif not has_nothing_to_send or self._refusals[address] >= _MOST_REFUSALS:
-            self._unreachable = (*self._unreachable, address)[-_MOST_UNREACHABLE:]
+        has_no_bytes_yet = isinstance(error, Refused | QuietSource)
+        if address:
+            if has_no_bytes_yet:
+                self._refusals[address] += 1
+            is_used_again = has_no_bytes_yet and self._refusals[address] < _MOST_REFUSALS
+            if not is_used_again:
+                self._unreachable = (*self._unreachable, address)[-_MOST_UNREACHABLE:]
+        elif isinstance(error, HolmesError) and not has_no_bytes_yet:
+            self._error = error  # wrong bytes: another transfer would get the same ones
+            return
         self._on_event({"event": "broken", "source": address or "service", "reason": why(error)})
         self._ended.wait(_RETRY_S)
 
@@ -353,7 +354,7 @@ class WeightsReceiver:
         return manifest
 
     def _stage(self, manifests: Sequence[VersionManifest]) -> list[StagedVersion]:
-        """Create a staging folder for each of some versions, and reserve the space on the disk.
+        """Create the staging folders of versions, and reserve their space on the disk.
 
         Raises:
             DiskError: There is too little space, for example. Folders without any chunk were removed.
@@ -369,7 +370,7 @@ class WeightsReceiver:
                 if has_no_chunk:
                     version.drop()
             if isinstance(error, OSError):
-                raise _disk_error(self._store, error) from None
+                raise DiskError.of_folder(self._store.path, error) from None
             raise DiskError(str(error)) from None
         return versions
 
@@ -418,7 +419,7 @@ class WeightsReceiver:
                 self.transfer = transfer
                 transfer.started = time.monotonic()
                 fetch.wait_for(transfer.staged)
-                self._finish(transfer, address)
+                self._finish(transfer, source=address or "service")
                 self._store.remove_old(self._settings.keep, protected=required)
         except WrongDigest:
             fetch.stop()  # its threads write to the files that are removed now
@@ -428,12 +429,17 @@ class WeightsReceiver:
         finally:
             fetch.stop()
 
-    def _finish(self, transfer: VersionTransfer, address: str) -> None:
-        """Move a complete version from its staging folder to its final folder, and report the event."""
+    def _finish(self, transfer: VersionTransfer, source: str) -> None:
+        """Move a complete version to its final folder, and call `on_event` with the event "staged".
+
+        Args:
+            transfer: The transfer, with the complete version in its staging folder.
+            source: Name of the source in the event: "service", or HOST:PORT of a host of the site.
+        """
         try:
             transfer.staged.finish()
         except OSError as error:
-            raise _disk_error(self._store, error) from None
+            raise DiskError.of_folder(self._store.path, error) from None
         self._arriving.remove(transfer.staged)
         self._on_event(
             {
@@ -442,7 +448,7 @@ class WeightsReceiver:
                 "bytes": transfer.manifest.bytes,
                 "pulled_bytes": transfer.missing_bytes,
                 "seconds": round(time.monotonic() - transfer.started, 3),
-                "source": address or "service",
+                "source": source,
             }
         )
 
@@ -491,9 +497,3 @@ class WeightsReceiver:
 def _list_or_empty(value: object) -> list[Any]:
     """Return a value of a parsed JSON document if it is a list; otherwise an empty list."""
     return value if isinstance(value, list) else []
-
-
-def _disk_error(store: VersionStore, error: OSError) -> DiskError:
-    return DiskError(
-        f"{store.path}: a version cannot be written there ({why(error)}); make space and start again"
-    )

@@ -34,7 +34,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.weights.exchange import PURPOSE, NextRequest, SendingStream
 from holmes_ext.weights.manifest import VersionManifest
-from holmes_ext.weights.monitor import Monitor, monitored
+from holmes_ext.weights.monitor import Monitor, run_monitor
 from holmes_ext.weights.origin import origin_of
 from holmes_ext.weights.publishing import store_of_run
 from holmes_ext.weights.rate import RateLimit, parse_rate_limit
@@ -87,7 +87,7 @@ def serve_weights(server: CoordinatorServer) -> Iterator[None]:
     thread = threading.Thread(target=service.watch, name="holmes-weights", daemon=True)
     thread.start()
     try:
-        with monitored(monitor, os.environ):
+        with run_monitor(monitor, os.environ):
             yield
     finally:
         service.close()
@@ -107,7 +107,7 @@ class WeightsService:
         self._store = store
         self._limit = limit
         self._sites = Sites()
-        self._changed = threading.Condition()  # also the lock of the fields below
+        self._condition = threading.Condition()  # also the lock of the fields below
         self._connections: Counter[str] = Counter()  # site -> open connections
         self._sent: Counter[str] = Counter()  # site -> bytes of chunks
         # Id of a host -> its latest connection for reports. A host is gone when this connection ends.
@@ -115,10 +115,11 @@ class WeightsService:
         self._ended = threading.Event()
         self._versions: list[int] = []  # published, in ascending order
         self._required: list[int] = []  # versions that each host should have, oldest first
-        # Nothing is committed before this time: hosts of an earlier service may not have connected again.
-        self._commit_after = time.monotonic() + _GRACE_S
-        if store.wanted == store.current:
-            self._commit_after = 0.0
+        # Nothing is committed before this time, by time.monotonic(). If a version is already wanted at the
+        # start, hosts of an earlier service first get time to connect again.
+        self._commit_after = 0.0
+        if store.wanted != store.current:
+            self._commit_after = time.monotonic() + _GRACE_S
         self._has_news = False  # hosts have reported news since the last call of _update()
         self._printed_problem = ""  # problem of the store that was printed last
         # Version -> manifest that was sent to hosts.
@@ -128,26 +129,32 @@ class WeightsService:
     def close(self) -> None:
         """Let watch() return, and answer all reports that wait for news."""
         self._ended.set()
-        with self._changed:
-            self._changed.notify_all()
+        with self._condition:
+            self._condition.notify_all()
 
     def watch(self) -> None:
         """Handle new versions in the store and news of the hosts until close() is called."""
-        stamp: tuple[int, ...] = ()
+        stamp: tuple[int, ...] | None = None
         updated_at = 0.0
         while not self._ended.wait(_LOOK_S):
-            with contextlib.suppress(OSError):  # _update() prints the error
-                stamp_before = stamp
-                stamp = self._store.stamp()
-                is_changed = stamp != stamp_before or self._has_news
-                if not is_changed and time.monotonic() - updated_at < _WHOLE_LOOK_S:
-                    continue
-            updated_at = time.monotonic()
-            self._update()
+            stamp_before = stamp
+            stamp = self._stamp()
+            is_store_changed = stamp is None or stamp != stamp_before
+            is_time_for_update = time.monotonic() - updated_at >= _WHOLE_LOOK_S
+            if is_store_changed or self._has_news or is_time_for_update:
+                updated_at = time.monotonic()
+                self._update()
+
+    def _stamp(self) -> tuple[int, ...] | None:
+        """Return the stamp of the store; None: the store cannot be read. _update() then prints the error."""
+        try:
+            return self._store.stamp()
+        except OSError:
+            return None
 
     def _update(self) -> None:
         """Read the versions in the store, forget silent hosts, and commit the wanted version if possible."""
-        with self._changed:
+        with self._condition:
             self._has_news = False
             try:
                 versions = self._store.versions()
@@ -155,7 +162,7 @@ class WeightsService:
                     self._versions = versions
                     for version in self._manifests.keys() - set(versions):
                         del self._manifests[version]
-                    self._changed.notify_all()
+                    self._condition.notify_all()
                 self._required = self._required_versions()
                 self._sites.forget_silent(time.monotonic())
                 self._commit_if_staged()
@@ -189,12 +196,15 @@ class WeightsService:
         """
         wanted = self._store.wanted
         current = self._store.current
-        if wanted is None or wanted == current or wanted not in self._versions:
+        if wanted is None or wanted not in self._versions:
             return
-        is_early = time.monotonic() < self._commit_after
-        if not is_early and self._sites.may_commit(wanted, current):
+        is_committed = wanted == current
+        is_too_early = time.monotonic() < self._commit_after
+        if is_committed or is_too_early:
+            return
+        if self._sites.may_commit(wanted, current):
             self._store.commit(wanted)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def answer(self, channel: Channel, site: str, host_id: str) -> None:
         """Answer the requests of a receiving host until its connection ends.
@@ -206,38 +216,43 @@ class WeightsService:
             site: Name in the certificate of the receiving host.
             host_id: Random id of the host's process.
         """
-        with self._changed:
-            is_full = self._connections[site] >= _MOST_OF_SITE
-            if not is_full:
-                self._connections[site] += 1
         stream = SendingStream(
             channel, self._store, self._limit, on_bytes=lambda count: self._count(site, count)
         )
-        if is_full:
+        with self._condition:
+            has_room = self._connections[site] < _MOST_OF_SITE
+            if has_room:
+                self._connections[site] += 1
+        if not has_room:
             stream.reply({"error": f"site {site} has too many connections"})
             return
         try:
             while not self._ended.is_set():
                 request = stream.next_request()
-                if request.get("op") == "report":
-                    with self._changed:
-                        self._reporting[host_id] = channel
-                    stream.reply(self._report_reply(site, host_id, request))
-                elif request.get("op") == "next":
-                    self._push_next(stream, host_id, request)
-                elif request.get("op") == "warm":
-                    stream.warm_up(request)
-                elif (
-                    request.get("op") != "end"
-                ):  # it has ended the wait of _push_next(), if there was one
-                    stream.answer(request)
+                match request.get("op"):
+                    case "report":
+                        with self._condition:
+                            self._reporting[host_id] = channel
+                        stream.reply(self._report_reply(site, host_id, request))
+                    case "next":
+                        self._push_next(stream, host_id, request)
+                    case "end":
+                        pass  # needs no answer: it only ends the wait of _push_next()
+                    case "warm":
+                        stream.warm_up(request)
+                    case _:
+                        stream.answer(request)
         finally:
-            with self._changed:
-                self._connections[site] -= 1
-                if self._reporting.get(host_id) is channel:
-                    del self._reporting[host_id]
-                    self._sites.gone(host_id)
-                self._changed.notify_all()
+            self._remove_connection(channel, site, host_id)
+
+    def _remove_connection(self, channel: Channel, site: str, host_id: str) -> None:
+        """Forget a connection that has ended; if it was the host's connection for reports, also the host."""
+        with self._condition:
+            self._connections[site] -= 1
+            if self._reporting.get(host_id) is channel:
+                del self._reporting[host_id]
+                self._sites.remove(host_id)
+            self._condition.notify_all()
 
     def _push_next(self, stream: SendingStream, host_id: str, document: dict[str, Any]) -> None:
         """Wait for the next version that a host pulls from the service, and send its first chunks.
@@ -255,7 +270,7 @@ class WeightsService:
             stream.reply({"error": str(error)})
             return
         manifest = None
-        with self._changed:
+        with self._condition:
             while not self._ended.is_set():
                 version = self._sites.next_from_service(host_id, self._required, request.after)
                 if version is not None:
@@ -263,8 +278,8 @@ class WeightsService:
                     break
                 if not stream.is_idle():
                     break
-                self._changed.wait(_LOOK_FOR_REQUEST_S)
-        stream.push(manifest, request)
+                self._condition.wait(_LOOK_FOR_REQUEST_S)
+        stream.answer_next(manifest, request)
 
     def _manifest_of(self, version: int) -> VersionManifest | None:
         """Return the manifest of a version; None: it was removed meanwhile. The caller holds the lock."""
@@ -276,7 +291,7 @@ class WeightsService:
         return self._manifests[version]
 
     def _count(self, site: str, count: int) -> None:
-        with self._changed:
+        with self._condition:
             self._sent[site] += count
 
     def _report_reply(self, site: str, host_id: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -297,15 +312,11 @@ class WeightsService:
             report = Table(document, "a report").into(HostReport)
         except HolmesError as error:
             return {"error": str(error)}
-        wait = request.get("wait")
-        wait_s = 0.0
-        if isinstance(wait, (int, float)):
-            wait_s = min(float(wait), _MOST_WAIT_S)
-        end = time.monotonic() + wait_s
-        with self._changed:
+        end = time.monotonic() + _requested_wait_s(request)
+        with self._condition:
             if self._sites.report(host_id, site, report, time.monotonic()):
                 self._has_news = True
-                self._changed.notify_all()  # other hosts of the site may pull from this one
+                self._condition.notify_all()  # other hosts of the site may pull from this one
             while True:
                 reply = self._instructions_for(host_id)
                 is_new = reply["token"] != request.get("seen")
@@ -315,7 +326,7 @@ class WeightsService:
                 left_s = end - time.monotonic()
                 if left_s <= 0 or self._ended.is_set():
                     return reply
-                self._changed.wait(left_s)
+                self._condition.wait(left_s)
 
     def _instructions_for(self, host_id: str) -> dict[str, Any]:
         """Return the answer to a host without manifests: versions to pull, their source, version to commit.
@@ -341,10 +352,10 @@ class WeightsService:
         Args:
             reply: The answer to the host, with the source.
         """
+        is_source_in_site = bool(reply["source"]["address"])
+        if is_source_in_site:
+            return []  # the host requests the manifests from that source
         documents: list[dict[str, Any]] = []
-        is_service_source = not reply["source"]["address"]
-        if not is_service_source:
-            return documents  # the host requests them from the source, a host of its site
         chunks_left = _MOST_CHUNKS_IN_ANSWER
         for version in reply["source"]["versions"]:
             manifest = self._manifest_of(version)
@@ -366,7 +377,7 @@ class WeightsService:
 
     def status(self) -> dict[str, Any]:
         """Return the published versions, and the state of the receiving hosts of all sites."""
-        with self._changed:
+        with self._condition:
             return {
                 "versions": self._versions,
                 "current": self._store.current,
@@ -374,3 +385,11 @@ class WeightsService:
                 "sent_bytes": dict(self._sent),
                 "hosts": self._sites.status(time.monotonic()),
             }
+
+
+def _requested_wait_s(request: dict[str, Any]) -> float:
+    """Return how long the answer to a report may wait for news, in seconds; 0.0: the request does not say."""
+    wait = request.get("wait")
+    if not isinstance(wait, (int, float)):
+        return 0.0
+    return min(float(wait), _MOST_WAIT_S)

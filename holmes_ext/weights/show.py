@@ -137,7 +137,8 @@ def progress_bar(receiver: WeightsReceiver, is_quiet: bool) -> Iterator[None]:
         TimeRemainingColumn(),
         console=console,
         transient=True,  # no bar remains at the end
-        redirect_stdout=sys.stdout.isatty(),  # else standard output goes to a file or a pipe
+        # On a terminal, printed lines appear above the bar; a file or a pipe gets them unchanged.
+        redirect_stdout=sys.stdout.isatty(),
     )
     ended = threading.Event()
     thread = threading.Thread(target=_update_bars, args=(progress, receiver, ended), daemon=True)

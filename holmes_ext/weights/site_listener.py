@@ -73,15 +73,17 @@ class SiteListener:
         """
         deadline = Deadline(HANDSHAKE_S, "the handshake")
         try:
-            channel, introduction, _ = answer(
-                guest.socket, self._credentials, deadline, on_tls=guest.becomes
-            )
+            # guest.becomes(): the listener uses the TLS socket that answer() makes of the connection.
+            caller = answer(guest.socket, self._credentials, deadline, on_tls=guest.becomes)
         except (NotHolmes, Refused):
             return
-        if introduction.get("job") != self._site or introduction.get("purpose") != PURPOSE:
-            return  # the caller is a host of another site, or does not want weights
-        if not guest.admit():
-            return  # there are too many connections
-        stream = SendingStream(channel, self._store, RateLimit(), arriving=self._arriving)
+        is_of_site = caller.purpose.get("job") == self._site
+        wants_weights = caller.purpose.get("purpose") == PURPOSE
+        if not is_of_site or not wants_weights:
+            return
+        is_admitted = guest.admit()  # False: there are too many connections
+        if not is_admitted:
+            return
+        stream = SendingStream(caller.channel, self._store, RateLimit(), arriving=self._arriving)
         while not self._ended.is_set():
             stream.answer(stream.next_request())

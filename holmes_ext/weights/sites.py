@@ -78,8 +78,8 @@ class SiteHost:
 class Sites:
     """Table of the receiving hosts of all sites, for deciding what each of them should do.
 
-    report(), gone() and forget_silent() keep the table up to date. source() decides from where a host pulls,
-    and may_commit() whether all sites can switch to a version. Not thread-safe.
+    report(), remove() and forget_silent() keep the table up to date. source() decides from where a host
+    pulls, and may_commit() whether all sites can switch to a version. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -104,14 +104,13 @@ class Sites:
         if host_before is None:
             return True
         before = host_before.report
-        is_same_for_others = (
-            before.address == report.address
-            and before.staged == report.staged
-            and before.current == report.current
+        return (
+            report.address != before.address
+            or report.staged != before.staged
+            or report.current != before.current
         )
-        return not is_same_for_others
 
-    def gone(self, host_id: str) -> None:
+    def remove(self, host_id: str) -> None:
         """Remove a host whose connection has ended from the table."""
         self._hosts.pop(host_id, None)
 
@@ -143,30 +142,38 @@ class Sites:
         position = host_ids.index(host_id)
         earlier = self._possible_sources(host, host_ids[:position])
         later = self._possible_sources(host, host_ids[position + 1 :])
-        for other in earlier:
-            if missing and missing[0] in other.staged:
-                return Source(other.report.address, missing)
-        for other in later:
-            if missing and missing[0] in other.staged:
-                # The later host may itself wait for this host with versions that it has not staged.
-                return Source(other.report.address, _leading_staged(missing, other.staged))
-        # A host that has not staged a version is a source of it only for hosts that connected later. So no
+        if missing:
+            oldest = missing[0]
+            for other in earlier:
+                if oldest in other.staged:
+                    return Source(other.report.address, missing)
+            for other in later:
+                if oldest in other.staged:
+                    # Only versions that `other` has completely: it may be pulling the others from this host.
+                    return Source(other.report.address, _leading_staged(missing, other.staged))
+        # A host pulls versions that the source itself lacks only if the source connected before it. So no
         # two hosts wait for each other.
         predecessor_address = earlier[-1].report.address if earlier else ""
         return Source(predecessor_address, missing)
 
     def next_from_service(self, host_id: str, versions: Iterable[int], after: int) -> int | None:
-        """Return the version that a host pulls next from the service; None: no version after `after`.
+        """Return the version that a host should pull next from the service.
 
         Args:
             host_id: Random id of the host's process.
             versions: Versions that the host should have, oldest first.
             after: Newest version that the host has.
+
+        Returns:
+            None: The host should pull no version newer than `after`, or it should pull from another host of
+            its site.
         """
         if host_id not in self._hosts:
             return None  # it has not reported yet
         source = self.source(host_id, versions)
-        if source.address or not source.versions or source.versions[0] <= after:
+        if source.address:
+            return None  # it should pull from another host of its site
+        if not source.versions or source.versions[0] <= after:
             return None
         return source.versions[0]
 
@@ -176,7 +183,7 @@ class Sites:
         return bool(address) and address not in host.report.unreachable
 
     def _possible_sources(self, host: SiteHost, host_ids: Iterable[str]) -> list[SiteHost]:
-        """Return those of some hosts that are of the same site as `host`, and that it can reach."""
+        """Return the hosts in `host_ids` from which `host` can pull: hosts of its site that it can reach."""
         others = [self._hosts[host_id] for host_id in host_ids]
         return [
             other for other in others if other.site == host.site and self._is_reachable(host, other)

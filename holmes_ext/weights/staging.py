@@ -54,14 +54,15 @@ class StagedVersion:
         self._add_to_store = add_to_store
         self._folder = folder
         self._done_file = folder / "done"
-        self._written = (
-            threading.Condition()
-        )  # also the lock of _missing and the three fields below
+        # Notified after each chunk and by close(). Also the lock of _missing and of the three fields below.
+        self._condition = threading.Condition()
         self._is_closed = False
         self._unsynced_bytes = 0  # written since the last fdatasync()
-        self._users = 0  # threads that read or write a chunk now
+        self._busy_threads = 0  # number of threads that read or write a chunk now
         self._prepare()
-        self._done = os.open(self._done_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._done_descriptor = os.open(
+            self._done_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
         self._descriptors: list[int] = []  # open files, in the order of the manifest
         try:
             self._open_files()
@@ -103,10 +104,10 @@ class StagedVersion:
 
     def _unwritten_chunks(self) -> set[int]:
         """Return the indices of the chunks that no earlier transfer has written, or whose digest is wrong."""
-        done = os.pread(self._done, len(self.manifest.chunks), 0)
+        done = os.pread(self._done_descriptor, len(self.manifest.chunks), 0)
         missing = set()
         for index, chunk in enumerate(self.manifest.chunks):
-            was_written = done[index : index + 1] == _WRITTEN
+            was_written = done[index : index + 1] == _WRITTEN  # the file may be too short, or empty
             if not was_written or self._digest_of(index) != chunk.digest:
                 missing.add(index)
         return missing
@@ -121,13 +122,13 @@ class StagedVersion:
     @property
     def is_closed(self) -> bool:
         """Return whether close() was called: the version is complete, or its transfer has ended."""
-        with self._written:
+        with self._condition:
             return self._is_closed
 
     @property
     def missing(self) -> list[int]:
         """Return the indices of the chunks that are not written, in ascending order."""
-        with self._written:
+        with self._condition:
             return sorted(self._missing)
 
     @property
@@ -145,15 +146,15 @@ class StagedVersion:
         Returns:
             The bytes; None: the chunk was not written in time, or close() was called.
         """
-        with self._written:
-            self._written.wait_for(lambda: self._is_closed or index not in self._missing, seconds)
+        with self._condition:
+            self._condition.wait_for(lambda: self._is_closed or index not in self._missing, seconds)
             if self._is_closed or index in self._missing:
                 return None
-            self._users += 1
+            self._busy_threads += 1
         try:
             return self._read(index)
         finally:
-            self._release()
+            self._end_access()
 
     def write(self, index: int, data: memoryview) -> bool:
         """Write a chunk if its bytes have the SHA-256 of the manifest.
@@ -171,24 +172,25 @@ class StagedVersion:
         chunk = self.manifest.chunks[index]
         if hashlib.sha256(data).hexdigest() != chunk.digest:
             return False
-        with self._written:
+        with self._condition:
             if self._is_closed:
                 raise OSError(errno.EBADF, "the files were closed")
-            self._users += 1
+            self._busy_threads += 1
         try:
             _write_at(self._descriptors[chunk.file], data, chunk.offset)
-            os.pwrite(self._done, _WRITTEN, index)
-            with self._written:
+            # The file `done` has one byte for each chunk.
+            os.pwrite(self._done_descriptor, _WRITTEN, index)
+            with self._condition:
                 self._missing.discard(index)
-                self._written.notify_all()
+                self._condition.notify_all()
             self._sync_sometimes(self._descriptors[chunk.file], chunk.length)
         finally:
-            self._release()
+            self._end_access()
         return True
 
     def _sync_sometimes(self, descriptor: int, count: int) -> None:
         """Add to the number of written bytes; force a file to the disk after every _SYNC_BYTES of them."""
-        with self._written:
+        with self._condition:
             self._unsynced_bytes += count
             if self._unsynced_bytes < _SYNC_BYTES:
                 return
@@ -196,11 +198,11 @@ class StagedVersion:
         # Without the lock: other threads go on writing meanwhile.
         os.fdatasync(descriptor)
 
-    def _release(self) -> None:
-        """Let close() close the files as soon as no thread reads or writes a chunk."""
-        with self._written:
-            self._users -= 1
-            self._written.notify_all()
+    def _end_access(self) -> None:
+        """Record that this thread no longer reads or writes a chunk; close() waits for that."""
+        with self._condition:
+            self._busy_threads -= 1
+            self._condition.notify_all()
 
     def finish(self) -> None:
         """Force the complete version to the disk, and move it to its final folder, where readers see it.
@@ -212,23 +214,21 @@ class StagedVersion:
         """
         for descriptor in self._descriptors:
             os.fsync(descriptor)
-        folders = {path for path in self.files.rglob("*") if path.is_dir()}
-        for folder in (self.files, *folders):
-            sync_folder(folder)
+        sync_folders(self.files)
         self._add_to_store(self.manifest, self.files)
         self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
         """Close the files. The written chunks stay in the staging folder for another transfer."""
-        with self._written:
+        with self._condition:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._written.notify_all()
+            self._condition.notify_all()
             # A thread must not use a closed descriptor: its number may soon be that of another file.
-            self._written.wait_for(lambda: self._users == 0)
-            for descriptor in (*self._descriptors, self._done):
+            self._condition.wait_for(lambda: self._busy_threads == 0)
+            for descriptor in (*self._descriptors, self._done_descriptor):
                 os.close(descriptor)
 
     def drop(self) -> None:
@@ -244,30 +244,30 @@ class ArrivingVersions:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._staged: dict[int, StagedVersion] = {}
 
     def add(self, staged: StagedVersion) -> None:
         """Add a version before its first chunk arrives."""
-        with self._changed:
+        with self._condition:
             self._staged[staged.manifest.version] = staged
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def remove(self, staged: StagedVersion) -> None:
         """Remove a version that is complete, or whose transfer has ended."""
-        with self._changed:
+        with self._condition:
             if self._staged.get(staged.manifest.version) is staged:
                 del self._staged[staged.manifest.version]
 
     def get(self, version: int) -> StagedVersion | None:
         """Return a version that is arriving; None: the version is not arriving now."""
-        with self._changed:
+        with self._condition:
             return self._staged.get(version)
 
     def wait_for(self, version: int, seconds: float) -> StagedVersion | None:
         """Wait until a version begins to arrive, and return it; None: it did not within `seconds`."""
-        with self._changed:
-            self._changed.wait_for(lambda: version in self._staged, seconds)
+        with self._condition:
+            self._condition.wait_for(lambda: version in self._staged, seconds)
             return self._staged.get(version)
 
 
@@ -278,6 +278,14 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_folders(path: Path) -> None:
+    """Force the lists of names of a folder and of all of its sub-folders to the disk; see sync_folder()."""
+    sync_folder(path)
+    for entry in path.rglob("*"):
+        if entry.is_dir():
+            sync_folder(entry)
 
 
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:

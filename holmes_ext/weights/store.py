@@ -32,7 +32,7 @@ from holmes_ext.words import why
 _PRIVATE = ".holmes"
 _CURRENT = "current"
 _DAMAGED = "remove the version's folder and this file"
-#: Digits of the number of a version.
+#: Most digits of the number of a version: see MOST_VERSIONS.
 _DIGITS = 12
 
 
@@ -74,7 +74,7 @@ class VersionStore:
             ) from None
 
     @contextlib.contextmanager
-    def adding(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Context manager that locks the store, so that no other process adds versions to it.
 
         First it removes folders that a killed process has left incomplete.
@@ -110,8 +110,8 @@ class VersionStore:
             names = os.listdir(self.path)
         except FileNotFoundError:
             return []
-        numbers = [int(name) for name in names if name.isdecimal() and len(name) <= _DIGITS]
-        return sorted(version for version in numbers if self.has(version))
+        numbers = [_parse_version(name) for name in names]
+        return sorted(number for number in numbers if number is not None and self.has(number))
 
     def manifest(self, version: int) -> VersionManifest:
         """Return the manifest of a complete version.
@@ -140,13 +140,18 @@ class VersionStore:
             parent = self._parent_of(parent)
         return newest_first[::-1]
 
+    def check_chain(self, version: int) -> None:
+        """Raise an error if a version of the chain of `version` is missing or damaged; see chain()."""
+        self.chain(version)
+
     def _parent_of(self, version: int) -> int | None:
         """Return the parent of a complete version that is a delta; None: it is a full version."""
         try:
-            self.folder(version).stat()
             state = self._manifest_file(version).stat()
         except FileNotFoundError:
-            raise MissingVersion(f"{self.path}: there is no version {version}") from None
+            state = None
+        if state is None or not self.folder(version).exists():
+            raise MissingVersion(f"{self.path}: there is no version {version}")
         key = (version, state.st_ino, state.st_mtime_ns)
         if key not in self._parents:
             self._parents[key] = self.manifest(version).parent
@@ -159,8 +164,7 @@ class VersionStore:
             target = os.readlink(self.path / _CURRENT)
         except OSError:
             return None
-        is_version = target.isdecimal() and len(target) <= _DIGITS
-        return int(target) if is_version else None
+        return _parse_version(target)
 
     def commit(self, version: int) -> None:
         """Make a complete version the one in use: replace the link PATH/current by a link to it.
@@ -190,7 +194,7 @@ class VersionStore:
             text = self._commit_file.read_text()
         except OSError:
             return None
-        return int(text) if text.isdecimal() and len(text) <= _DIGITS else None
+        return _parse_version(text)
 
     def want(self, version: int) -> None:
         """Record that all sites should switch to a version as soon as their hosts have it completely."""
@@ -225,7 +229,7 @@ class VersionStore:
     def new_partial_folder(self, version: int) -> Path:
         """Create and return an empty folder for the files of a new version that the publisher copies."""
         folder = self._private / "removed" / f"{version}-{secrets.token_hex(8)}"
-        folder.mkdir()  # if this process is killed, the next use of adding() removes the folder
+        folder.mkdir()  # if this process is killed, the next use of lock() removes the folder
         return folder
 
     def add_complete(self, manifest: VersionManifest, files: Path) -> None:
@@ -262,12 +266,12 @@ class VersionStore:
         versions = self.versions()
         needed = {*versions[-keep:], *protected, self.current, self.wanted}
         staying: set[int] = set()
-        for version in needed:
-            if version is None or version in staying or not self.has(version):
-                continue
+        for version in set(versions) & needed:
+            if version in staying:
+                continue  # in the chain of another one, and so is its own chain
+            staying.add(version)
             with contextlib.suppress(MissingVersion):  # a user has removed a version of the chain
                 staying.update(self.chain(version))
-            staying.add(version)
         old = [version for version in versions if version not in staying]
         for version in old:
             removed = self._private / "removed" / f"{version}-{secrets.token_hex(8)}"
@@ -279,21 +283,31 @@ class VersionStore:
         return old
 
     def _remove_old_staging(self, versions: list[int], protected: Collection[int]) -> None:
-        """Remove the staging folders of versions that are older than the newest complete one.
+        """Remove the staging folders of the newest complete version, and of all older versions.
+
+        That of the newest one is left over if a process was killed just after the version became complete.
 
         Args:
             versions: All complete versions, in ascending order.
             protected: Versions whose staging folders stay.
         """
+        newest = max(versions, default=-1)
         for folder in (self._private / "staging").iterdir():
-            version = int(folder.name) if folder.name.isdecimal() else None
-            if version is None or version in protected:
+            if not folder.name.isdecimal():
                 continue
-            if versions and version <= versions[-1]:
+            version = int(folder.name)
+            is_protected = version in protected
+            if version <= newest and not is_protected:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _manifest_file(self, version: int) -> Path:
         return self._manifests / f"{version}.json"
+
+
+def _parse_version(text: str) -> int | None:
+    """Return the number of a version that a text such as "12" shows; None: the text is no such number."""
+    is_version = text.isdecimal() and len(text) <= _DIGITS
+    return int(text) if is_version else None
 
 
 class ChunkReader:
@@ -319,8 +333,10 @@ class ChunkReader:
             raise HolmesError(f"version {version} has no chunk {index}")
         chunk = self._manifest.chunks[index]
         path = self._store.folder(version) / self._manifest.files[chunk.file].name
+        # If a user has put something else there, a link is refused, and opening a pipe does not block.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            descriptor = os.open(path, flags)
         except FileNotFoundError:
             raise MissingVersion(f"version {version} was removed meanwhile") from None
         except OSError as error:

@@ -39,10 +39,10 @@ class StreamPool:
         self._is_closed = False
 
     def open_ahead(self, address: str, newest: int = -1) -> None:
-        """Open streams to a source before they are needed, until `most` are open. Returns at once.
+        """Begin to open streams to a source before they are needed: as many as the pool may hold.
 
-        Threads open the streams. A stream that cannot be opened is left out without an error. Streams to the
-        service request the next version, which need not exist yet.
+        Threads open the streams, and this method returns at once. A stream that cannot be opened is left out
+        without an error. Streams to the service request the next version, which need not exist yet.
 
         Args:
             address: Address of the source.
@@ -52,8 +52,8 @@ class StreamPool:
         self._close_broken()
         with self._lock:
             self._newest = newest
-            free = self._split_off_free()
-            for stream in free:
+            # Streams that a transfer has given back have not requested the next version yet: _add() does it.
+            for stream in self._split_off_free():
                 self._add(address, stream)
             missing = self._most - len(self._idle) - self._dialing
             if self._is_closed or missing <= 0:
@@ -85,9 +85,12 @@ class StreamPool:
 
     def _add(self, address: str, stream: ReceivingStream) -> None:
         """Add an unused stream; one to the service requests the next version. The caller holds the lock."""
-        if not address and self._newest is not None and stream.next_request is None:
-            taken = {other.next_request.first for other in self._idle if other.next_request}
-            first = min(set(range(self._most)) - taken)
+        is_to_service = not address
+        has_requested = stream.next_request is not None
+        if is_to_service and self._newest is not None and not has_requested:
+            # Each stream requests every `most`-th chunk. So each begins with another one of the first chunks.
+            requested = {other.next_request.first for other in self._idle if other.next_request}
+            first = min(set(range(self._most)) - requested)
             try:
                 stream.request_next(self._newest, first, self._most)
             except OSError:
@@ -96,13 +99,19 @@ class StreamPool:
         self._idle.append(stream)
 
     def _split_off_free(self) -> list[ReceivingStream]:
-        """Remove and return the unused streams that do not wait for the next version, under the lock."""
+        """Remove and return the unused streams that do not wait for the next version.
+
+        The caller holds the lock.
+        """
         free = [stream for stream in self._idle if stream.next_request is None]
         self._idle = [stream for stream in self._idle if stream not in free]
         return free
 
     def take_waiting(self, address: str) -> list[ReceivingStream]:
-        """Return the unused streams over which the next version was requested; it may be arriving."""
+        """Remove the unused streams that wait for the next version from the pool, and return them.
+
+        The first chunks of the version may be arriving over them already.
+        """
         self._use(address)
         with self._lock:
             self._newest = None

@@ -73,7 +73,7 @@ def test_names_that_lead_elsewhere(name):
         ({"files": [file("a"), file("a/b")]}, "both a file and a folder"),
         ({"files": [file(size=-1)]}, "cannot have -1 bytes"),
         ({"files": [file(size=2**62)]}, "cannot have"),
-        ({"files": [file(size=LEAST_CHUNK_BYTES + 1)]}, "has 2 chunks, not 1"),
+        ({"files": [file(size=LEAST_CHUNK_BYTES + 1)]}, "needs 2 chunks, but has 1"),
         ({"files": [file(chunks=["x" * 64])]}, "is not a SHA-256"),
         ({"files": [file(f"f{number}") for number in range(10_001)]}, "1 to 10000 files"),
         ({"files": "a"}, "files"),

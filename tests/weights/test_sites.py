@@ -38,7 +38,7 @@ def test_a_host_that_has_the_version_is_the_source_of_all():
 
 def test_another_host_takes_over_from_one_that_is_gone_or_silent():
     sites = sites_of(("a1", ()), ("a2", ()))
-    sites.gone("a1")
+    sites.remove("a1")
     assert sites.source("a2", [1]) == Source("", (1,))
     sites = sites_of(("a1", ()), ("a2", ()))
     sites.report("a2", "a", report("a2"), now=SILENCE_S + 1)

@@ -176,7 +176,7 @@ def test_a_killed_publisher_leaves_nothing(store, folder):
 
 def test_one_process_adds_at_a_time(store, folder):
     store.make()
-    with store.adding(), pytest.raises(HolmesError, match="another process adds versions"):
+    with store.lock(), pytest.raises(HolmesError, match="another process adds versions"):
         publish_folder(folder, store, 1)
 
 
