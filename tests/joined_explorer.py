@@ -2,7 +2,7 @@
 
 explore() begins at the start of a scene and tries each event that can happen next:
 
-    poll         a job sends its request, and does what the reply says
+    poll         a job sends its request, and does what the reply says; or it reports, and gets no reply yet
     crash        the job that may crash does
     notice       the coordinator sees that the connection of the crashed job is closed
     early tick   once, a timeout passes although slow jobs could go on; all others wait
@@ -228,9 +228,10 @@ def may_be_private(world: World, following: World, name: str) -> bool:
 
     1. The coordinator records a member's report on its exchange, or on what it has received. It decides
        nothing before it has the reports of all members, unless time passes or a connection is closed. And
-       the order of the reports makes no difference.
+       the order of the reports makes no difference, because no report fetches the decision that it causes:
+       otherwise the job of the last report would have the reply before a timeout passes or a job crashes.
     2. A member fetches a reply: go, check, commit or void. The reply stays the same until the member has
-       reported again.
+       reported again. It changes the member's weights, so it is not private while another job takes them.
 
     A job may crash before or after each of its reports, and before or after the others exchange data with it.
     So the reports of that job, and all exchanges, are not private while it may crash. The requests of a slow
@@ -247,6 +248,9 @@ def may_be_private(world: World, following: World, name: str) -> bool:
     may_crash = bool(crash) and not world.jobs[crash].crashed
     may_tick_early = name in world.scene.slow and not world.early_ticks
     if before.step not in ("ask", "done", "checked") or may_tick_early:
+        return False
+    gives_weights = any(job.step == "take" and job.donor == name for job in world.jobs.values())
+    if gives_weights and after.ended != before.ended:
         return False
     is_exchange = before.step == "done" and before.unreached is None
     if may_crash and is_exchange:

@@ -126,7 +126,12 @@ class World:
     # Events
 
     def poll(self, name: str) -> None:
-        """Let a job send its request, and do what the reply says."""
+        """Let a job send its request, and do what the reply says.
+
+        If the request is a report that changes something at the coordinator, the reply comes later: the job
+        polls again for it. So other events can happen between a decision and each job's reply, also that of
+        the job whose report was the last one.
+        """
         job = self.jobs[name]
         if job.step == "take":
             self._take(job)
@@ -175,18 +180,33 @@ class World:
                 )
             if lies and self.scene.lie == "vanishes":
                 return None
-            if job.step == "done":
-                if job.unreached is None:
-                    self._exchange(job)
-                report = DoneReport(job.round, job.attempt, job.unreached)
-                return coordinator.done(job.name, report, self.now)
-            factors = {name: 1.0 for name in job.contributors if name not in job.excluded}
-            report = CheckedReport(job.round, job.attempt, job.check, self._digests(job), factors)
-            return coordinator.checked(job.name, report, self.now)
+            before = self._progress_of_settlement(job)
+            reply = self._reply_to_report(job)
+            has_changed = self._progress_of_settlement(job) != before
+            return None if has_changed else reply
         except NotInRun:
             if not lies:
                 raise Wrong(f"{job.name} was given up, though it lives") from None
             return None
+
+    def _reply_to_report(self, job: ModelJob) -> dict[str, Any] | None:
+        """Return the coordinator's reply to a report `done` or `checked`."""
+        if job.step == "done":
+            if job.unreached is None:
+                self._exchange(job)
+            done = DoneReport(job.round, job.attempt, job.unreached)
+            return self.coordinator.done(job.name, done, self.now)
+        factors = {name: 1.0 for name in job.contributors if name not in job.excluded}
+        checked = CheckedReport(job.round, job.attempt, job.check, self._digests(job), factors)
+        return self.coordinator.checked(job.name, checked, self.now)
+
+    def _progress_of_settlement(self, job: ModelJob) -> tuple:
+        """Return everything in the state of a job's round that a report of this job can change."""
+        round_state = self.coordinator.state.rounds[job.round]
+        has_done = job.name in round_state.done_reports
+        has_checked = job.name in round_state.checked_reports
+        decisions = (round_state.attempt, round_state.check_number, round_state.outcome)
+        return has_done, has_checked, decisions
 
     def _request(self, job: ModelJob) -> ReadyReport | NextReport:
         fragment = (job.round - 1) % FRAGMENTS
@@ -364,7 +384,10 @@ class World:
     def _progress(self) -> tuple:
         rounds = self.coordinator.state.rounds
         last = rounds.get(self.coordinator.state.number)
-        reports = (len(last.ready_reports), last.attempt, len(last.done_reports)) if last else ()
+        reports: tuple = ()
+        if last is not None:
+            counts = map(len, (last.ready_reports, last.done_reports, last.checked_reports))
+            reports = (*counts, last.attempt, last.check_number, last.outcome)
         jobs = [(job.step, job.round, job.attempt, job.check, job.ended) for job in self.honest]
         return (*reports, *jobs)
 
