@@ -20,7 +20,6 @@ Such a reduction reaches all still states. test_explorer.py shows this for 2 and
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -96,8 +95,7 @@ def successors(
 ) -> list[State]:
     """Return the worlds after each event that must be explored in a state; check it if it is still."""
     world = state.world
-    copy = Copies(world)
-    polled = {job.name: copy.after(Event("poll", job.name)) for job in jobs_that_poll(world)}
+    polled = {job.name: after(world, Event("poll", job.name)) for job in jobs_that_poll(world)}
     if is_reduced and is_reducible(world, polled):
         for name, following in polled.items():
             if may_be_private(world, following, name):
@@ -116,21 +114,15 @@ def successors(
         explored.still.add(state.mark.world)
         check(world)
         events += events_if_still(world)
-    worlds = map(copy.after, events)
+    worlds = [after(world, event) for event in events]
     return [*polls, *(State(following, fingerprint(following)) for following in worlds)]
 
 
-class Copies:
-    """Makes copies of a world in which different events happen."""
-
-    def __init__(self, world: World):
-        self._pickled = pickle.dumps(world, pickle.HIGHEST_PROTOCOL)
-
-    def after(self, event: Event) -> World:
-        """Return the world after an event."""
-        world: World = pickle.loads(self._pickled)
-        perform(world, event)
-        return world
+def after(world: World, event: Event) -> World:
+    """Return a copy of a world, after an event."""
+    following = world.copy()
+    perform(following, event)
+    return following
 
 
 def perform(world: World, event: Event) -> None:

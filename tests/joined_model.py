@@ -7,10 +7,10 @@ orders of these events; other tests play one fair order.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import pickle
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from holmes_ext.join.coordinator.coordinator import Coordinator
@@ -91,6 +91,10 @@ class ModelJob:
     commits: list[int] = field(default_factory=list)  # rounds that it has applied
 
 
+#: Types whose instances never change; _copied() adds the frozen dataclasses.
+_NOT_COPIED: set[type] = {str, bytes, int, float, bool, type(None), tuple, frozenset}
+
+
 class Wrong(AssertionError):
     """A property that must hold does not."""
 
@@ -121,7 +125,7 @@ class World:
             self.coordinator.enter(name, self.now)
 
     def copy(self) -> World:
-        return pickle.loads(pickle.dumps(self))
+        return _copied(self, {})
 
     # Events
 
@@ -394,3 +398,42 @@ class World:
     def committed_together(self, names: Iterable[str]) -> set[int]:
         """Return the rounds that all these jobs have applied."""
         return set.intersection(*(set(self.jobs[name].commits) for name in names))
+
+
+@functools.cache
+def _is_frozen(cls: type) -> bool:
+    return is_dataclass(cls) and cls.__dataclass_params__.frozen
+
+
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    """Return a copy of a value in a world, several times as fast as copy.deepcopy() and pickle.
+
+    Instances of frozen dataclasses and tuples are not copied: no rule changes their contents.
+
+    Args:
+        value: The value.
+        copies: Copies of the objects that were met before, by id(): shared objects stay shared.
+    """
+    cls = type(value)
+    if cls in _NOT_COPIED:
+        return value
+    if id(value) in copies:
+        return copies[id(value)]
+    copy: Any
+    if cls is dict:
+        copy = copies[id(value)] = {}
+        for key, item in value.items():
+            copy[key] = item if type(item) in _NOT_COPIED else _copied(item, copies)
+    elif cls is list:
+        copy = copies[id(value)] = [_copied(item, copies) for item in value]
+    elif cls is set:
+        copy = copies[id(value)] = set(value)
+    elif _is_frozen(cls):
+        _NOT_COPIED.add(cls)
+        return value
+    else:
+        copy = copies[id(value)] = object.__new__(cls)
+        attributes = vars(copy)
+        for name, item in vars(value).items():
+            attributes[name] = item if type(item) in _NOT_COPIED else _copied(item, copies)
+    return copy
