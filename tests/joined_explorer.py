@@ -96,12 +96,9 @@ def successors(
     """Return the worlds after each event that must be explored in a state; check it if it is still."""
     world = state.world
     polled = {job.name: after(world, Event("poll", job.name)) for job in jobs_that_poll(world)}
-    if is_reduced and is_reducible(world, polled):
-        for name, following in polled.items():
-            if may_be_private(world, following, name):
-                successor = State(following, fingerprint(following))
-                if is_private(state, successor, name):
-                    return [successor]
+    private = private_request(state, polled) if is_reduced else None
+    if private is not None:
+        return [private.successor]
     changed_by = {
         name: State(following, fingerprint(following)) for name, following in polled.items()
     }
@@ -191,6 +188,30 @@ def events_if_still(world: World) -> Iterator[Event]:
 
 
 # Partial-order reduction
+
+
+class PrivateRequest(NamedTuple):
+    """A request that is the only event to explore in a state."""
+
+    job: str  # that sends it
+    successor: State  # after the request
+
+
+def private_request(state: State, polled: dict[str, World]) -> PrivateRequest | None:
+    """Return a private request of a state; None if it has none.
+
+    Args:
+        state: The state.
+        polled: Job -> the world after its next request.
+    """
+    if not is_reducible(state.world, polled):
+        return None
+    for name, following in polled.items():
+        if may_be_private(state.world, following, name):
+            successor = State(following, fingerprint(following))
+            if is_private(state, successor, name):
+                return PrivateRequest(name, successor)
+    return None
 
 
 def is_reducible(world: World, polled: dict[str, World]) -> bool:

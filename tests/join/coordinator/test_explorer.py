@@ -9,7 +9,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from joined_explorer import MOST_TICKS, Explored, State, explore, successors
+from joined_explorer import (
+    MOST_TICKS,
+    Event,
+    Explored,
+    State,
+    after,
+    explore,
+    faults,
+    jobs_that_poll,
+    private_request,
+    successors,
+)
 from joined_model import Scene, World, Wrong
 from joined_scenes import MARKED_CASES, check_progress, scene_of, scenes
 from joined_states import fingerprint
@@ -98,6 +109,39 @@ def test_the_reduction_reaches_all_still_states_of_one_round(name, policy):
     """Check the same in each run of the tests, for two jobs that make one round."""
     scene = replace(scene_of(2, name, policy), rounds=1)
     assert explore(scene, ignore).still == explore(scene, ignore, is_reduced=False).still
+
+
+@pytest.mark.parametrize("jobs, name, policy", MARKED_CASES)
+def test_private_requests_commute_with_other_events(jobs, name, policy):
+    """Compare both orders of a private request and each event that can happen instead of it.
+
+    If the event is the end of a connection, the coordinator may decide at the report that comes after it, or
+    at the next request.
+    """
+    start = World(scene_of(jobs, name, policy))
+    unexplored = [State(start, fingerprint(start))]
+    seen = set()
+    while unexplored and len(seen) < 500:
+        state = unexplored.pop()
+        if state.mark.world in seen:
+            continue
+        seen.add(state.mark.world)
+        unexplored += successors(state, Explored(), ignore, is_reduced=True)
+        world = state.world
+        polls = [Event("poll", job.name) for job in jobs_that_poll(world)]
+        polled = {poll.job: after(world, poll) for poll in polls}
+        private = private_request(state, polled)
+        if private is None:
+            continue
+        request = Event("poll", private.job)
+        for event in [*polls, *faults(world)]:
+            if event == request:
+                continue
+            request_first = after(private.successor.world, event)
+            event_first = after(after(world, event), request)
+            if fingerprint(request_first) != fingerprint(event_first):
+                assert event.kind == "notice"
+                assert fingerprint(after(request_first, request)) == fingerprint(event_first)
 
 
 @pytest.mark.parametrize("policy", ["ready", "next"])
