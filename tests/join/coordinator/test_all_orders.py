@@ -16,7 +16,7 @@ faults, and what must hold, are in joined_scenes.py.
 
 `make nightly` (HOLMES_TEST_FULL=1) explores all 406 scenes; any other run explores a sample of them
 (SHARE_OF_JOBS), and one random order of 12 scenes for each number of jobs. A scene that is not explored to
-the end fails the test, but for the 24 of five jobs with rounds=async of which one crashes: there, only the
+the end fails the test, but for the 24 of five jobs with rounds=async of which one crashes: there, at most the
 first MOST_STATES states are explored, those with the fewest timeouts first. Estimated from the seconds
 below, all scenes take a quarter of an hour of one core.
 
@@ -30,7 +30,7 @@ Scenes that were run to the end, with the check of each still state, and their C
     2     async    52 of 52               14,785          1,110        9
     3     async    51 of 51              100,120          7,116       71
     4     async    50 of 50              164,231          7,667      129
-    5     async    26 of 50               30,429          4,731       38
+    5     async    27 of 50               38,599          8,170       48
 """
 
 import random
