@@ -7,10 +7,10 @@ orders of these events; other tests play one fair order.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import pickle
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from holmes_ext.join.coordinator.coordinator import Coordinator
@@ -91,6 +91,10 @@ class ModelJob:
     commits: list[int] = field(default_factory=list)  # rounds that it has applied
 
 
+#: Types whose instances never change; _copied() adds the frozen dataclasses.
+_NOT_COPIED: set[type] = {str, bytes, int, float, bool, type(None), tuple, frozenset}
+
+
 class Wrong(AssertionError):
     """A property that must hold does not."""
 
@@ -121,12 +125,17 @@ class World:
             self.coordinator.enter(name, self.now)
 
     def copy(self) -> World:
-        return pickle.loads(pickle.dumps(self))
+        return _copied(self, {})
 
     # Events
 
     def poll(self, name: str) -> None:
-        """Let a job send its request, and do what the reply says."""
+        """Let a job send its request, and do what the reply says.
+
+        If the request is a report that changes something at the coordinator, the reply comes later: the job
+        polls again for it. So other events can happen between a decision and each job's reply, also that of
+        the job whose report was the last one.
+        """
         job = self.jobs[name]
         if job.step == "take":
             self._take(job)
@@ -175,18 +184,33 @@ class World:
                 )
             if lies and self.scene.lie == "vanishes":
                 return None
-            if job.step == "done":
-                if job.unreached is None:
-                    self._exchange(job)
-                report = DoneReport(job.round, job.attempt, job.unreached)
-                return coordinator.done(job.name, report, self.now)
-            factors = {name: 1.0 for name in job.contributors if name not in job.excluded}
-            report = CheckedReport(job.round, job.attempt, job.check, self._digests(job), factors)
-            return coordinator.checked(job.name, report, self.now)
+            before = self._progress_of_settlement(job)
+            reply = self._reply_to_report(job)
+            has_changed = self._progress_of_settlement(job) != before
+            return None if has_changed else reply
         except NotInRun:
             if not lies:
                 raise Wrong(f"{job.name} was given up, though it lives") from None
             return None
+
+    def _reply_to_report(self, job: ModelJob) -> dict[str, Any] | None:
+        """Return the coordinator's reply to a report `done` or `checked`."""
+        if job.step == "done":
+            if job.unreached is None:
+                self._exchange(job)
+            done = DoneReport(job.round, job.attempt, job.unreached)
+            return self.coordinator.done(job.name, done, self.now)
+        factors = {name: 1.0 for name in job.contributors if name not in job.excluded}
+        checked = CheckedReport(job.round, job.attempt, job.check, self._digests(job), factors)
+        return self.coordinator.checked(job.name, checked, self.now)
+
+    def _progress_of_settlement(self, job: ModelJob) -> tuple:
+        """Return everything in the state of a job's round that a report of this job can change."""
+        round_state = self.coordinator.state.rounds[job.round]
+        has_done = job.name in round_state.done_reports
+        has_checked = job.name in round_state.checked_reports
+        decisions = (round_state.attempt, round_state.check_number, round_state.outcome)
+        return has_done, has_checked, decisions
 
     def _request(self, job: ModelJob) -> ReadyReport | NextReport:
         fragment = (job.round - 1) % FRAGMENTS
@@ -364,10 +388,52 @@ class World:
     def _progress(self) -> tuple:
         rounds = self.coordinator.state.rounds
         last = rounds.get(self.coordinator.state.number)
-        reports = (len(last.ready_reports), last.attempt, len(last.done_reports)) if last else ()
+        reports: tuple = ()
+        if last is not None:
+            counts = map(len, (last.ready_reports, last.done_reports, last.checked_reports))
+            reports = (*counts, last.attempt, last.check_number, last.outcome)
         jobs = [(job.step, job.round, job.attempt, job.check, job.ended) for job in self.honest]
         return (*reports, *jobs)
 
     def committed_together(self, names: Iterable[str]) -> set[int]:
         """Return the rounds that all these jobs have applied."""
         return set.intersection(*(set(self.jobs[name].commits) for name in names))
+
+
+@functools.cache
+def _is_frozen(cls: type) -> bool:
+    return is_dataclass(cls) and cls.__dataclass_params__.frozen
+
+
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    """Return a copy of a value in a world, several times as fast as copy.deepcopy() and pickle.
+
+    Instances of frozen dataclasses and tuples are not copied: no rule changes their contents.
+
+    Args:
+        value: The value.
+        copies: Copies of the objects that were met before, by id(): shared objects stay shared.
+    """
+    cls = type(value)
+    if cls in _NOT_COPIED:
+        return value
+    if id(value) in copies:
+        return copies[id(value)]
+    copy: Any
+    if cls is dict:
+        copy = copies[id(value)] = {}
+        for key, item in value.items():
+            copy[key] = item if type(item) in _NOT_COPIED else _copied(item, copies)
+    elif cls is list:
+        copy = copies[id(value)] = [_copied(item, copies) for item in value]
+    elif cls is set:
+        copy = copies[id(value)] = set(value)
+    elif _is_frozen(cls):
+        _NOT_COPIED.add(cls)
+        return value
+    else:
+        copy = copies[id(value)] = object.__new__(cls)
+        attributes = vars(copy)
+        for name, item in vars(value).items():
+            attributes[name] = item if type(item) in _NOT_COPIED else _copied(item, copies)
+    return copy

@@ -157,7 +157,11 @@ class _Canonical:
             return "crashed"
         if cls is RoundState and value.outcome:
             return self._past_round(value)
-        return [*map(self.of, self._relevant_values(value)), *self._further_parts(value)]
+        parts = []
+        for name in self._relevant_fields(cls):
+            part = getattr(value, name)
+            parts.append(part if type(part) in _PLAIN else self.of(part))
+        return parts + self._further_parts(value)
 
     def _age(self, time: float) -> float:
         return min(round(self._now - time), _LONGEST_WAIT_S)
@@ -168,13 +172,12 @@ class _Canonical:
         names = [past.ready_reports, past.members, past.behind, past.informed]
         return [past.number, past.fragment, past.outcome, ended_recently, *map(sorted, names)]
 
-    def _relevant_values(self, value: Any) -> list[Any]:
-        cls = type(value)
+    def _relevant_fields(self, cls: type) -> tuple[str, ...]:
         if cls not in self._fields_of:
             irrelevant = _IRRELEVANT.get(cls.__name__, ())
-            names = [item.name for item in fields(value) if item.name not in irrelevant]
+            names = [item.name for item in fields(cls) if item.name not in irrelevant]
             self._fields_of[cls] = tuple(names)
-        return [getattr(value, name) for name in self._fields_of[cls]]
+        return self._fields_of[cls]
 
     def _further_parts(self, value: Any) -> list[Any]:
         if isinstance(value, RoundState):

@@ -16,21 +16,21 @@ faults, and what must hold, are in joined_scenes.py.
 
 `make nightly` (HOLMES_TEST_FULL=1) explores all 406 scenes; any other run explores a sample of them
 (SHARE_OF_JOBS), and one random order of 12 scenes for each number of jobs. A scene that is not explored to
-the end fails the test, but for the 24 of five jobs with rounds=async of which one crashes: there, only the
+the end fails the test, but for the 24 of five jobs with rounds=async of which one crashes: there, at most the
 first MOST_STATES states are explored, those with the fewest timeouts first. Estimated from the seconds
-below, all scenes take half an hour of one core.
+below, all scenes take a quarter of an hour of one core.
 
-Scenes that were run to the end, by explore() alone, with their CPU seconds on a busy machine. Besides, all
-50 of four jobs with rounds=sync (28,101 states, 31 s) were, before takers used the relay by themselves:
+Scenes that were run to the end, with the check of each still state, and their CPU seconds on a busy machine:
 
     jobs  rounds=  run to the end  states in all  largest scene  seconds
-    2     sync     52 of 52                4,826            308        3
-    3     sync     51 of 51               17,063            851       15
-    5     sync     29 of 50               33,760          3,955       45
-    2     async    52 of 52               11,375            916        7
-    3     async    51 of 51               86,861          5,659       91
-    4     async    35 of 50               73,854          7,429       92
-    5     async     3 of 50                5,162          3,976       10
+    2     sync     52 of 52                7,050            422        3
+    3     sync     51 of 51               21,193          1,087       17
+    4     sync     50 of 50               27,004          1,444       20
+    5     sync     50 of 50               63,233          4,073       53
+    2     async    52 of 52               14,785          1,110        9
+    3     async    51 of 51              100,120          7,116       71
+    4     async    50 of 50              164,231          7,667      129
+    5     async    28 of 50               38,599          8,170       48
 """
 
 import random

@@ -2,15 +2,27 @@
 
 import importlib
 import inspect
+import pickle
 import sys
 import textwrap
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from joined_explorer import MOST_TICKS, Explored, State, explore, successors
+from joined_explorer import (
+    MOST_TICKS,
+    Event,
+    Explored,
+    State,
+    after,
+    explore,
+    faults,
+    jobs_that_poll,
+    private_request,
+    successors,
+)
 from joined_model import Scene, World, Wrong
-from joined_scenes import MARKED_CASES, check_progress, scene_of
+from joined_scenes import MARKED_CASES, check_progress, scene_of, scenes
 from joined_states import fingerprint
 
 from integration_tests.joined.mutants import MUTANTS, PACKAGE, Mutant
@@ -89,6 +101,69 @@ def test_the_reduction_reaches_all_still_states(jobs, name, policy):
     """The property is checked in still states only: they are the same with all orders of requests."""
     scene = small_scene(jobs, name, policy)
     assert explore(scene, ignore).still == explore(scene, ignore, is_reduced=False).still
+
+
+@pytest.mark.parametrize("policy", ["ready", "next"])
+@pytest.mark.parametrize("name", scenes(2))
+def test_the_reduction_reaches_all_still_states_of_one_round(name, policy):
+    """Check the same in each run of the tests, for two jobs that make one round."""
+    scene = replace(scene_of(2, name, policy), rounds=1)
+    assert explore(scene, ignore).still == explore(scene, ignore, is_reduced=False).still
+
+
+@pytest.mark.parametrize("jobs, name, policy", MARKED_CASES)
+def test_private_requests_commute_with_other_events(jobs, name, policy):
+    """Compare both orders of a private request and each event that can happen instead of it.
+
+    If the event is the end of a connection, the coordinator may decide at the report that comes after it, or
+    at the next request.
+    """
+    start = World(scene_of(jobs, name, policy))
+    unexplored = [State(start, fingerprint(start))]
+    seen = set()
+    while unexplored and len(seen) < 500:
+        state = unexplored.pop()
+        if state.mark.world in seen:
+            continue
+        seen.add(state.mark.world)
+        unexplored += successors(state, Explored(), ignore, is_reduced=True)
+        world = state.world
+        polls = [Event("poll", job.name) for job in jobs_that_poll(world)]
+        polled = {poll.job: after(world, poll) for poll in polls}
+        private = private_request(state, polled)
+        if private is None:
+            continue
+        request = Event("poll", private.job)
+        for event in [*polls, *faults(world)]:
+            if event == request:
+                continue
+            request_first = after(private.successor.world, event)
+            event_first = after(after(world, event), request)
+            if fingerprint(request_first) != fingerprint(event_first):
+                assert event.kind == "notice"
+                assert fingerprint(after(request_first, request)) == fingerprint(event_first)
+
+
+@pytest.mark.parametrize("policy", ["ready", "next"])
+def test_events_in_a_copy_of_a_world_change_only_the_copy(policy):
+    world = World(Scene(3, cut=("east", "north"), crash="south", policy=policy))
+    for number in range(60):
+        original = pickle.dumps(world)
+        copy = world.copy()
+        assert fingerprint(copy) == fingerprint(world)
+        for name in world.jobs:
+            if not copy.jobs[name].crashed:
+                copy.train(name)
+                copy.poll(name)
+        if number == 40:
+            copy.crash()
+        if number == 45:
+            copy.notice()
+        if number % 20 == 19:
+            copy.tick()
+        assert pickle.dumps(world) == original
+        world = copy
+    assert world.coordinator.state.number > 2
 
 
 @pytest.mark.parametrize("jobs, name, policy", SMALL_CASES)
