@@ -796,7 +796,10 @@ class Prices(ReductionPrices):
         across_s = [0.0] * (last + 1)  # by stage: its NICs between clusters
 
         def add(stage: int, other: int, seconds: float) -> None:
-            """Add the time of messages between two stages: activations one way, gradients back."""
+            """Add the messages between two stages to the load of the NICs of both.
+
+            One of the stages sends activations, the other sends gradients back, in `seconds` each.
+            """
             crosses = len(clusters[stage] | clusters[other]) > 1
             load_s = across_s if crosses else inside_s
             load_s[stage] += seconds

@@ -21,7 +21,7 @@ from holmes_ext.planner.html.plan_pictures import of_limit
 from holmes_ext.planner.launch_flags import Launch, added
 from holmes_ext.planner.search.explain import NEGLIGIBLE, explain, thin_stages
 from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult
-from holmes_ext.planner.search.simulated import memory_of, step_without
+from holmes_ext.planner.search.simulated import framework_schedule_s, memory_of
 from holmes_ext.planner.search.stock import (
     CAUSES,
     are_reasons_simulated,
@@ -387,7 +387,7 @@ def stage_link_lines(result: SearchResult, candidate: Candidate) -> list[str]:
     """
     if not candidate.schedule and not candidate.in_flight:
         return []
-    framework_s = step_without(result, candidate)
+    framework_s = framework_schedule_s(result, candidate)
     gain = (
         f"{candidate.step_s:.4g} s a step instead of {framework_s:.4g} s under the framework's own "
         "schedule"
@@ -467,7 +467,7 @@ def document(
         ],
         "where": reasons(result),  # seconds of a step by cause
         "memory_bytes": memory_terms(result, result.best),
-        "framework_schedule_seconds": step_without(result, result.best),
+        "framework_schedule_seconds": framework_schedule_s(result, result.best),
         "launch": {
             # null: there was no time to predict the step of a job without a plan file
             name: {**asdict(launch), "step_s": launch.step_s or None}
