@@ -1003,19 +1003,21 @@ def tied_weight_families(fold: Fold) -> Iterator[GroupFamily]:
         fold: A compact placement: it has a pipeline of each class. Pipelines on equal nodes form a
             pipeline class.
     """
-    # Classes of the pipelines in a data-parallel group -> the equal groups of the last stage.
-    last_of = {family.pipeline_classes: family for family in fold.families(fold.stages[-1])}
-    for first in fold.families(0):  # families of equal data-parallel groups of the first stage
-        last = last_of.get(first.pipeline_classes)
+    # Both stages have a rank of every pipeline. So the groups of the same pipelines are found by
+    # their pipeline classes, and there are equally many in both stages.
+    last_families = fold.families(fold.stages[-1])
+    last_of_classes = {family.pipeline_classes: family for family in last_families}
+    for first in fold.families(0):
+        last = last_of_classes.get(first.pipeline_classes)
         if last is None:
             continue
         yield GroupFamily(
             stage=0,
             ranks=first.ranks + last.ranks,
-            count=first.count,
+            count=first.count,  # the count of `last` is the same
             parts=first.parts + last.parts,
             pipeline_classes=first.pipeline_classes,
-            ring=first.ring + last.ring,
+            ring=first.ring + last.ring,  # nodes of the first stage, then those of the last
         )
 
 

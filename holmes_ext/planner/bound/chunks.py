@@ -447,13 +447,17 @@ class _InterleavedBound:
         backward_start_s = backward_end_s - self.backward_s[stage] - bounds.extra_backward_s[stage]
         reduced_layers = self.stage_layers * (followers + 1) / self.chunks
 
-        # The fixed part is latency, and the embedding in the first chunk; this completes last. On
-        # the last stage it is the output layer, in the chunk that completes first.
-        fixed_s = after.reduction.fixed_s if stage < self.stage_count - 1 else 0.0
-        reduction_s = reduced_layers * after.reduction.block_s + fixed_s
+        reduction_s = reduced_layers * after.reduction.block_s
+        # fixed_s does not depend on the number of layers: latency, embedding and output layer. On
+        # the last stage it may be left out of this reduction: the output layer is in the chunk that
+        # completes first. On other stages it is included: the embedding is in the first chunk, which
+        # completes last.
+        is_last_stage = stage == self.stage_count - 1
+        if not is_last_stage:
+            reduction_s += after.reduction.fixed_s
 
-        # The NIC also sends the gradients of the passes that follow: half of a micro-batch's
-        # messages.
+        # The same NIC also sends the gradients of the followers' passes. shared_nic_busy_s is for an
+        # activation and a gradient, so half of it is for a gradient.
         gradients_s = passes_after * bounds.shared_nic_busy_s[stage] / 2
         nic_s = reduced_layers * after.shared_nic_block_s + gradients_s
         return backward_start_s + max(reduction_s, nic_s)
