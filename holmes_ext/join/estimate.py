@@ -394,12 +394,15 @@ def settings(rounds: RoundForecasts) -> list[Setting]:
 
 
 def over_every(rounds: RoundForecasts) -> dict[str, list[Setting]]:
-    """Return simulated throughput for growing values of `every`, as three series for a picture.
+    """Return simulated throughput for more and more inner steps between exchanges, as three series.
 
-    Joined jobs exchange pseudo-gradients in rounds, a fragment (part of the model) in each round.
-    `every` is the number of inner steps from an exchange of a fragment to its next exchange. `delay`
-    is the number from sending a pseudo-gradient to applying the aggregate. A larger `every` leaves
-    time for a longer delay or for more fragments:
+    Three settings of joined jobs matter here:
+
+        fragments    parts of the model; they are exchanged in turn, one in each round
+        every        inner steps from an exchange of a fragment to its next exchange
+        delay        inner steps from sending a pseudo-gradient to applying the aggregate
+
+    A larger `every` leaves time for a longer delay or for more fragments:
 
         series 1    default number of fragments    the longest delay that `every` allows
         series 2    default number of fragments    default delay

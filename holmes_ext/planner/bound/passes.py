@@ -101,31 +101,29 @@ class PassBounds(StageBounds):
         """Return the earliest end of each stage's last backward pass, in seconds of the step.
 
         All activations pass the slowest stage link in sequence, `interval_s` seconds apart. Then
-        the gradient of the last activation comes back from the last stage to this stage. How many
-        layers this stage has in its last backward pass is not known, so the result does not include
-        their time: the caller adds it.
+        the gradient of the last activation comes back from the last stage to this stage. The number
+        of layers of this stage is not known. So the result does not include the backward passes of
+        its layers: the caller adds them.
         """
-        # down_s[-1], up_s[-1], links_before_s[-1]: sums over all stages, with 1 layer on each.
-        further_layers = self.layer_count - self.stage_count  # besides 1 on each stage
-        first_activation_down_s = (
-            self.down_s[-1] + further_layers * min(self.forward_s) + self.links_before_s[-1]
-        )
-        last_gradient_at_first_s = first_activation_down_s + (
-            (self.micro_batches - 1) * max(self.interval_s, default=0.0)  # the slowest stage link
-            + self.links_before_s[-1]
-            + self.up_s[-1]
-        )
+        # The last item of these lists is the sum over all stages, with 1 layer on each.
+        all_forward_s = self.down_s[-1]
+        all_backward_s = self.up_s[-1]
+        all_links_s = self.links_before_s[-1]
 
-        # The gradient reaches a stage earlier than it leaves the first stage. Subtract the way in
-        # between: links and backward passes (up_s) of the stages before. Also subtract the backward
-        # pass of this stage's single layer, as the caller adds those of all its layers.
-        return [
-            last_gradient_at_first_s
-            - self.links_before_s[stage]
-            - self.up_s[stage]
-            - self.backward_s[stage]
-            for stage in range(self.stage_count)
-        ]
+        # The first activation reaches the last stage, after the forward passes of all layers.
+        further_layers = self.layer_count - self.stage_count  # besides 1 on each stage
+        further_forward_s = further_layers * min(self.forward_s)
+        first_activation_down_s = all_forward_s + further_forward_s + all_links_s
+        # The other activations follow. The gradient of the last passes all stages back to the first.
+        others_down_s = (self.micro_batches - 1) * max(self.interval_s, default=0.0)
+        first_stage_end_s = first_activation_down_s + (others_down_s + all_links_s + all_backward_s)
+
+        ends_s = []
+        for stage in range(self.stage_count):
+            # Without the way from this stage to the first stage, and without this stage's own layer.
+            end_s = first_stage_end_s - self.links_before_s[stage] - self.up_s[stage]
+            ends_s.append(end_s - self.backward_s[stage])
+        return ends_s
 
     def _blocked_up_s(self, stage: int) -> float:
         """Return the seconds for which sending a gradient to the previous stage blocks a stage's passes."""

@@ -281,22 +281,17 @@ class _Problem:
             name: IDENTITY, EPLB or PLACED.
             experts_of: Rank -> experts.
         """
-        # The table counts tokens from ranks to experts, or between pairs of experts. The second form
-        # has each token twice: in the rows of both experts.
+        # A table by pairs of experts has each token twice: in the rows of both of its experts.
         entries_per_token = 1 if self.by_rank else 2
         tokens = float(self.table.sum()) / entries_per_token or 1.0
-        # Tables [from rank, to rank] of a token: 1 if it crosses clusters (leaves its node), else 0.
-        # If several equal groups of ranks share the experts, it is the mean over these groups.
-        crosses = self.np.array(self.places.crossing)
-        moves = self.np.array(self.places.moving)
-
+        # For total(), [from rank, to rank]: part of these tokens that cross clusters, or leave a node.
+        crosses, moves = map(self.np.array, (self.places.crossing, self.places.moving))
         ranks = sorted(experts_of)
         loads = [self.load[experts_of[rank]].sum() for rank in ranks]  # tokens of each rank
         mean_load = self.load.sum() / len(loads) or 1.0
         return Placed(
             name=name,
             order=tuple(int(expert) for rank in ranks for expert in experts_of[rank]),
-            # total() looks up each token in such a table, and adds up.
             cost=self.total(experts_of, self.rank_cost),
             crossing=self.total(experts_of, crosses) / tokens,
             moving=self.total(experts_of, moves) / tokens,

@@ -358,8 +358,8 @@ class SearchResult:
         site = self.network.site
         links = self.network.links
         network = self.network.remember("stock", lambda: Network(site, links, stock_fabric(site)))
-        # stock_overlap: "on", or "auto"/"off" as the framework has it. The costs take a flag (rules),
-        # the simulation the text (overlap).
+        # stock_overlap is "off", "first" (only the first stage overlaps) or "on". The closed form
+        # (rules) can only be on or off for all stages, the simulation (overlap) can be all three.
         rules = replace(
             self.rules,
             overlap=self.stock_overlap == "on",

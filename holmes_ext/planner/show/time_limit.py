@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.simulated import framework_schedule_s
 from holmes_ext.planner.search.stock import reasons
-from holmes_ext.planner.show.start import framework_schedule_s_plan_file
+from holmes_ext.planner.show.start import step_without_plan_file
 from holmes_ext.planner.simulate.deadline import simulations_until
 
 #: Seconds in which the tables are drawn and the process ends.
@@ -64,6 +64,6 @@ class TimeLimit:
         with simulations_until(self.simulations_end):
             reasons(result)
             framework_schedule_s(result, result.best)
-            framework_schedule_s_plan_file(result)
+            step_without_plan_file(result)
         simulations_s = time.monotonic() - begin
         return self.end - MARGIN * simulations_s - OUTPUT_S

@@ -24,7 +24,7 @@ from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.search import search
 from holmes_ext.planner.search.simulated import framework_schedule_s, simulated, with_passes
 from holmes_ext.planner.search.stock import are_reasons_simulated, best_stock, causes, reasons
-from holmes_ext.planner.show.start import UNKNOWN_S, framework_schedule_s_plan_file, start_line
+from holmes_ext.planner.show.start import UNKNOWN_S, start_line, step_without_plan_file
 from holmes_ext.planner.show.time_limit import TimeLimit
 from holmes_ext.planner.simulate import deadline
 from holmes_ext.planner.simulate.deadline import TimeIsOver, simulations_until
@@ -137,11 +137,11 @@ def test_output_after_the_deadline_is_that_of_the_closed_form():
         assert are_reasons_simulated(again) and reasons(again) is simulated_reasons
 
 
-def test_the_framework_schedule_s_a_plan_file_is_unknown_after_the_deadline():
+def test_the_step_without_a_plan_file_is_unknown_after_the_deadline():
     """It needs prices of many orders of the nodes, and a simulation. Nothing is promised instead."""
     result = search(request("spot_64"), seconds=0.0)
     with simulations_until(PAST):
-        assert framework_schedule_s_plan_file(result) == UNKNOWN_S
+        assert step_without_plan_file(result) == UNKNOWN_S
         starts = {"torch": Launch(flags=())}
         assert "too short to predict its step" in start_line(result, starts)
 
