@@ -98,7 +98,7 @@ class StepBoundary:
         self._lock = threading.Lock()
 
     def begin(self) -> Any:
-        """Begin a training step; return the change that all ranks adopt with it, or None."""
+        """Begin a training step; return the change of the plan that all ranks adopt with it, or None."""
         with self._lock:
             self.step += 1
             pending = self._pending

@@ -180,7 +180,8 @@ MIXTURES = 24
 def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
     """Return the placement with the best order of the nodes that the search finds.
 
-    The best has the shortest predicted step of those in which no group must use Ethernet (see above).
+    The best has the shortest predicted step. Placements in which no group must use Ethernet because its
+    nodes are on different fast networks are better than all others.
 
     Args:
         prices: Costs of the job on the site.
@@ -188,7 +189,7 @@ def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
         budget: Number of orders to try; by default as many as take about half a second.
     """
     class_of = classes_of(prices.network)  # name of a node -> its class (interchangeable nodes)
-    blocks = Blocks(prices.network, class_of)
+    blocks = Blocks(prices.network, class_of)  # nodes that follow each other in every order
     if blocks.has_only_whole_blocks:  # no node is left over: the search orders blocks
         search = _Search(prices, sizes, blocks)
         search.run(budget)

@@ -1,7 +1,7 @@
-"""Cost of every layer on every stage of a placement, with the reductions that the stages use.
+"""Cost of every layer on every stage of a placement, gradient reductions included.
 
     ReductionPrices               prices the ways in which the groups of a stage can reduce gradients
-    ReductionPrices.reductions    chooses a reduction for each stage: that of its slowest group
+    ReductionPrices.reductions    the reduction of each stage: the way it uses, with its slowest group's price
     Prices.costs, price           -> StageCosts, the input of partition, search, bounds and plans
 
 Results are kept, so stages on equal nodes are priced once. A stage is as fast as its slowest GPU and its

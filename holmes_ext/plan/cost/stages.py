@@ -173,7 +173,7 @@ class RankModel:
         return self.gpus.get(cluster, self.gpu)
 
     def slowest(self, clusters: Iterable[str]) -> Gpu:
-        """Return a GPU with the least speed, memory and link rate of these clusters' GPUs."""
+        """Return a GPU with the least FLOP/s, memory and link rate, each over all these clusters' GPUs."""
         gpus = [self.gpu_of(cluster) for cluster in clusters]
         limits = [gpu.memory_bytes for gpu in gpus if gpu.memory_bytes]  # 0: no limit
         return Gpu(

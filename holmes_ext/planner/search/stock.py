@@ -47,6 +47,7 @@ def _compute_causes(result: SearchResult, candidate: Candidate) -> dict[str, flo
     stages = candidate.placement.stages  # an entry a stage: the clusters whose nodes it has
     stage_count = len(stages)
     if candidate.simulated_s:
+        # folded_causes(): simulates the step, and sets all causes but "collectives"
         seconds |= folded_causes(job_of(result, candidate), candidate.simulated_s)
     else:
         step = estimate(result.costs(candidate), candidate.split)
@@ -70,7 +71,7 @@ def _collectives_s(result: SearchResult, candidate: Candidate) -> float:
     prices = result.prices(candidate.shape)
     total_s = 0.0
     for stage, layers in enumerate(candidate.split):
-        # fold(): the stage in a smaller placement with the same costs; many placements share it.
+        # collective_s() needs the stage in a compact form of the placement, with the same costs.
         fold, (folded_stage,) = prices.fold(candidate.placement, stage)
         total_s += layers * prices.collective_s(fold, folded_stage)
     return total_s

@@ -32,7 +32,9 @@ from holmes_ext.planner.search.space import Limits, parse_limits
 def asked_for(
     network: Network, job: Training, batch: int, limits: Limits = Limits()
 ) -> SearchResult:
-    """Return the request of a search for a job on a network: a SearchResult without candidates.
+    """Return the settings of a search for a job on a network, as a SearchResult without candidates.
+
+    search() takes such an object, and returns a copy with the plans that it has found (`candidates`).
 
     Args:
         network: Nodes and links of the job.

@@ -1,4 +1,7 @@
-"""Operations of a rank's program that start collectives and wait for them (formats: events.py)."""
+"""Operations that start collectives and wait for them, in the program of a simulated rank.
+
+events.py runs the programs, and describes the format of operations.
+"""
 
 from __future__ import annotations
 
