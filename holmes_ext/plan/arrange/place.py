@@ -180,8 +180,7 @@ MIXTURES = 24
 def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
     """Return the placement with the best order of the nodes that the search finds.
 
-    The best has the shortest predicted step. Placements in which no group must use Ethernet because its
-    nodes are on different fast networks are better than all others.
+    It has the shortest predicted step of those in which no group uses Ethernet between two fast fabrics.
 
     Args:
         prices: Costs of the job on the site.
@@ -189,8 +188,8 @@ def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
         budget: Number of orders to try; by default as many as take about half a second.
     """
     class_of = classes_of(prices.network)  # name of a node -> its class (interchangeable nodes)
-    blocks = Blocks(prices.network, class_of)  # nodes that follow each other in every order
-    if blocks.has_only_whole_blocks:  # no node is left over: the search orders blocks
+    blocks = Blocks(prices.network, class_of)
+    if blocks.has_only_whole_blocks:  # order runs of equal nodes (blocks) instead of single nodes
         search = _Search(prices, sizes, blocks)
         search.run(budget)
         # Class of each node, in rank order. (A class is named by its first node type.)

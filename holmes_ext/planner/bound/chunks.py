@@ -22,6 +22,7 @@ activations and the reductions of its stage must send all of both.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 
 from holmes_ext.planner.bound.stages import StageBounds
 
@@ -394,14 +395,12 @@ class _InterleavedBound:
         """
         ends_s = [self._end_after_passes_s(stage), self._end_after_nic_s(stage)]
         if self.bounds.after_backward[stage].overlapped:
-            # The reduction of a chunk runs under the backward passes of the chunks that follow. A
-            # bound for each chunk whose last backward pass comes after the stage's last forward
-            # pass, by the number of chunks that follow it: 0, 1, ... After the last forward pass,
+            # The reduction of a chunk runs under the backward passes of the chunks that follow.
+            # There is a bound for each chunk that ends after the stage's last forward pass. Then
             # `in_flight` backward passes are left, and the schedule does stage_count of them for
             # each chunk. So they belong to in_flight / stage_count chunks, rounded up.
-            backward_passes_left = self.in_flight[stage]
-            closing_chunks = -(-backward_passes_left // self.stage_count)
-            for followers in range(min(self.chunks, closing_chunks)):
+            ending_chunks = min(self.chunks, ceil(self.in_flight[stage] / self.stage_count))
+            for followers in range(ending_chunks):  # 0: the chunk that ends last
                 ends_s.append(self._end_after_chunk_s(stage, followers))
         return [end_s + after_reduction_s for end_s in ends_s]
 

@@ -166,40 +166,41 @@ class PassBounds(StageBounds):
         pair_s = layers * self.block_s[stage] + self.extra_s[stage]  # a forward and a backward pass
 
         # A single round trip: the first backward pass waits for that of the first micro-batch.
-        # Meanwhile the stage computes only warm_up - 1 forward passes: the trip hides them. The terms:
-        #   all passes
-        #   less the forward passes that the trip hides
-        #   after the warm-up, each pair of passes sends an activation and a gradient
-        #   at the end, warm_up backward passes are left: each sends a gradient, and all of these
-        #   sends but the last delay a later pass
-        one_trip_s = (
-            micro_batches * pair_s
-            - (warm_up - 1) * forward_s
-            + (micro_batches - warm_up) * blocked_both_s
-            + (warm_up - 1) * blocked_up_s
-        )
+        # Meanwhile the stage computes only warm_up - 1 forward passes.
+        hidden_s = (warm_up - 1) * forward_s  # by the round trip
+        # After the warm-up, each pair of passes sends an activation and a gradient. At the end,
+        # warm_up backward passes are left. Each sends a gradient; the last delays no other pass.
+        sends_of_pairs_s = (micro_batches - warm_up) * blocked_both_s
+        sends_at_end_s = (warm_up - 1) * blocked_up_s
+        one_trip_s = micro_batches * pair_s - hidden_s + sends_of_pairs_s + sends_at_end_s
 
         def in_rounds(rounds: int) -> float:
             """Return the seconds if the last `rounds` * `warm_up` micro-batches come in rounds.
 
             A pair is a forward and a backward pass of this stage. A micro-batch begins only when
-            the backward pass of the micro-batch `warm_up` before it has ended. So a round takes a
-            pair and a round trip. Before the rounds come the first micro-batch, with a pair and a
-            trip, and the pairs of the micro-batches that belong to no round. The round trips are
-            not in the result.
+            the backward pass of the micro-batch `warm_up` before it has ended. So of a round, only a
+            pair and a round trip are certain to follow each other. The result has three parts,
+            without the round trips:
+
+                first micro-batch                a pair, and a round trip
+                micro-batches in no round        a pair each, and the sends between two pairs
+                each round                       a pair, and a round trip
             """
-            pairs_before = micro_batches - 1 - rounds * warm_up  # micro-batches in no round
-            pairs = 1 + pairs_before + rounds
-            # Between two of the pairs before the rounds, the stage sends an activation and a
-            # gradient; this may block it.
-            sends_between = max(0, pairs_before - 1)
+            in_no_round = micro_batches - 1 - rounds * warm_up
+            pairs = 1 + in_no_round + rounds
+            # Sending an activation and a gradient may block the stage.
+            sends_between = max(0, in_no_round - 1)
             return pairs * pair_s + sends_between * blocked_both_s
 
-        # The time is linear in the number of rounds: the fewest and the most give the largest
-        # bounds.
+        # The time is linear in the number of rounds, so no other number than the fewest and the
+        # most can give a larger bound.
         max_rounds = (micro_batches - 1) // warm_up
-        two_trips_s = in_rounds(1) if max_rounds else -inf
-        many_trips_s = in_rounds(max_rounds) if max_rounds > 1 else two_trips_s
+        if max_rounds == 0:
+            two_trips_s = -inf  # no round, no bound
+            many_trips_s = -inf
+        else:
+            two_trips_s = in_rounds(1)
+            many_trips_s = in_rounds(max_rounds)
         return PassTimes(one_trip_s, two_trips_s, many_trips_s, max_rounds)
 
     def _warm_up_with(self, stage: int, layers: int) -> int:
