@@ -296,7 +296,7 @@ class _Choice(NamedTuple):
 
 
 class ReductionEvaluator:
-    """Changes a running job's algorithms for gradient reductions, and takes slower ones back (next())."""
+    """Changes of a running job's reduction algorithms: chosen, measured, and taken back if slower."""
 
     def __init__(self, network_api: str, options: Options, engine: EngineTraits):
         """Create an evaluator for a job that still has the algorithms of its plan.
