@@ -302,10 +302,12 @@ class Sketch:
                 if best and best is not fastest and best.step_s < limit_s:
                     chosen.append(best)
         result.pruned += len(placed) - len(chosen)
-        for step_s, _, split, stages in chosen:
-            if step_s < NEAR * self.best_s:
-                split = self.evaluator.good_split(stages)  # by a local search; this takes longer
-            candidate = result.candidate(shape, stages.placement, split)
+        for entry in chosen:
+            split = entry.split  # balanced: every stage computes about equally long
+            is_near_best = entry.step_s < NEAR * self.best_s
+            if is_near_best:
+                split = self.evaluator.good_split(entry.stages)  # by a local search; takes longer
+            candidate = result.candidate(shape, entry.stages.placement, split)
             result.candidates.append(candidate)
             self.best_s = min(self.best_s, candidate.formula_s)
 
