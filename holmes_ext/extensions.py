@@ -305,7 +305,11 @@ def contributed(point: str, name: str) -> Any:
 
 
 def features() -> tuple[str, ...]:
-    """Return the names of all features whose patches are in extensions; no extension is imported."""
+    """Return the names of all features that installed extensions patch; no extension is imported.
+
+    A feature is a set of patches to a framework that is switched on or off as a whole. An extension is
+    a package that adds patches, commands or the like to holmes (see the module docstring).
+    """
     names: list[str] = []
     for extension in found().extensions:
         for features_of_module in extension.patches.values():

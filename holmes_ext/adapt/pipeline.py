@@ -444,9 +444,10 @@ class PipelineEvaluator:
             plan: Plan with the measured times from which the change was chosen.
         """
         stage_links = self._decisions(plan).stage_link_seconds().transfer_s
-        # Seconds of passes and messages of each stage. The change is chosen from these times, and does
-        # not affect them: it only affects how long stages wait. So the same times are both arguments.
-        times = _times_of(plan, stage_links)
+        times = _times_of(plan, stage_links)  # seconds of the passes and messages of each stage
+        # deciding_times: the change was chosen from these times. unchanged_times: the change does not
+        # affect them, so if they differ after the trial, something else has changed the step time.
+        # Both are the same here: the change only affects how long stages wait.
         self.trials.begin(change, deciding_times=times, unchanged_times=times)
 
     def _decisions(self, plan: Plan) -> Decisions:

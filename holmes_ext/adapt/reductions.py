@@ -296,10 +296,10 @@ class _Choice(NamedTuple):
 
 
 class ReductionEvaluator:
-    """Chooses changes of the algorithms that reduce a job's gradients, and checks their effect."""
+    """Changes of a running job's reduction algorithms: chosen, measured, and taken back if slower."""
 
     def __init__(self, network_api: str, options: Options, engine: EngineTraits):
-        """Create an evaluator for a job that has adopted no change yet.
+        """Create an evaluator for a job that still has the algorithms of its plan.
 
         Args:
             network_api: VERBS if the data-parallel groups use NCCL, SOCKETS if they use gloo.

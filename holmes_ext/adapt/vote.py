@@ -98,7 +98,7 @@ class StepBoundary:
         self._lock = threading.Lock()
 
     def begin(self) -> Any:
-        """Begin a training step; return the change that all ranks adopt with it, or None."""
+        """Begin a training step; return the change of the plan that all ranks adopt with it, or None."""
         with self._lock:
             self.step += 1
             pending = self._pending
@@ -128,7 +128,14 @@ class StepBoundary:
             return True
 
     def settle(self, number: int, verdict: str) -> None:
-        """Store the verdict of a ballot, unless training has already reached the step of its change."""
+        """Store the result of a vote on a change of the plan, for the step at which the change is due.
+
+        It is not stored if training has already begun this step: begin() has then decided.
+
+        Args:
+            number: Number of the vote ("ballot"), as passed to agree().
+            verdict: ADOPT_CHANGE or KEEP_PLAN.
+        """
         with self._lock:
             if self._pending is not None and self._pending.number == number:
                 self._pending.verdict = verdict

@@ -64,7 +64,7 @@ def _message_of(micro_batch: int, parts: Sequence[Op]) -> Message:
 
 
 class _Reduced(NamedTuple):
-    """Gradient reductions of a step."""
+    """Size and duration of all gradient reductions of a step."""
 
     size: float  # bytes of gradients
     seconds: float  # duration of the reductions; overlaps count once

@@ -3,10 +3,11 @@
 Joined jobs train one model together. Each takes inner steps by itself. In rounds, the jobs exchange
 pseudo-gradients of a fragment (part of the model) while they go on training.
 
+every           setting: inner steps from an exchange of a fragment to its next exchange
 period          inner steps from one fragment's exchange to the next fragment's: every / fragments
 a round         simulated while the jobs' inner steps run (simulated_rounds.py)
 round alone     without other traffic: the busiest hop's bits divided by its rate, plus three round trips
-                (two verdicts of the coordinator, and the first bytes); see round_seconds
+                (the coordinator answers twice, and the first bytes travel); see round_seconds
 exposed         time for which training waits because a round takes longer than `delay` inner steps; a round
                 without such time is overlapped with training
 least `every`   fragments x (delay + 1): a fragment's aggregate is applied before the next fragment is sent
@@ -394,12 +395,15 @@ def settings(rounds: RoundForecasts) -> list[Setting]:
 
 
 def over_every(rounds: RoundForecasts) -> dict[str, list[Setting]]:
-    """Return simulated throughput for growing values of `every`, as three series for a picture.
+    """Return simulated throughput for more and more inner steps between exchanges, as three series.
 
-    Joined jobs exchange pseudo-gradients in rounds, a fragment (part of the model) in each round.
-    `every` is the number of inner steps from an exchange of a fragment to its next exchange. `delay`
-    is the number from sending a pseudo-gradient to applying the aggregate. A larger `every` leaves
-    time for a longer delay or for more fragments:
+    Three settings of joined jobs matter here:
+
+        fragments    parts of the model; they are exchanged in turn, one in each round
+        every        inner steps from an exchange of a fragment to its next exchange
+        delay        inner steps from sending a pseudo-gradient to applying the aggregate
+
+    A larger `every` leaves time for a longer delay or for more fragments:
 
         series 1    default number of fragments    the longest delay that `every` allows
         series 2    default number of fragments    default delay

@@ -431,9 +431,9 @@ class OuterLoop:
         """Load a checkpoint's state, after its digest was checked.
 
         Args:
-            saved: Result of state_dict(). "carried": fragment -> pseudo-gradient of a void round, to be
-                added to the fragment's next pseudo-gradient. "submitted": pseudo-gradients of rounds
-                that had ended, with results that training had not applied yet (_saved_submitted()).
+            saved: Result of state_dict(). "carried": fragment -> pseudo-gradient of a failed round,
+                which the next one of this fragment will contain, too. "submitted": rounds that had
+                ended when the job was saved, and whose results it had not applied (_saved_submitted()).
             source: Name of the checkpoint in error messages.
         """
         self.state.load(saved["state"], source)

@@ -116,8 +116,9 @@ class RollingLoop(OuterLoop):
     def new_period(self) -> None:
         """Apply the results of the rounds that have ended, and begin the next period; collective.
 
-        The rounds threads of the ranks may differ in the number of rounds that have ended. So rank 0's number
-        is broadcast, and a rank whose thread is behind waits until it has as many results.
+        A period is the inner steps between two calls of this method. All ranks must apply the same
+        rounds, but a round may have ended on some ranks only. So rank 0 broadcasts how many rounds
+        have ended there, and a rank on which fewer have ended waits for the others.
         """
         begin = time.monotonic()
         ended_on_rank_0 = self._training_collectives.broadcast_from_rank_0(self.rounds.ended)

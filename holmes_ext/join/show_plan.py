@@ -1,9 +1,11 @@
 """`holmes plan --joined`: forecast for one job in each cluster, compared with one job that spans them.
 
-The jobs train one model together as joined jobs (docs/joined.md). The forecast begins with the choice:
+The jobs train one model together as joined jobs (docs/joined.md). The forecast begins with the choice among:
 
-    one job on the fastest cluster     one job across all clusters     joined jobs
-    joined jobs with rounds by time, or with batches by speed, if the clusters are not equally fast
+    - one job on the fastest cluster
+    - one job across all clusters
+    - joined jobs
+    - joined jobs with rounds by time, or with batches by speed, if the clusters are not equally fast
 
 Nothing is recommended if a search reached its time limit before all parallel sizes were examined.
 """

@@ -12,7 +12,8 @@ jobs exchange pseudo-gradients and take an outer step (DiLoCo, arXiv 2311.08105)
 
 The job's owner is the optimizer or engine with the steps that count as the job's inner steps: the first
 object that calls claim() or reserve(). Later calls by other objects have no effect. If an optimizer contains
-another (DeepSpeed's contains torch's), the outer optimizer is the first.
+another (DeepSpeed's contains torch's), the containing one calls first. reserve() makes an object the owner
+before its first step.
 """
 
 from __future__ import annotations

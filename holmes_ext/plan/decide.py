@@ -156,14 +156,14 @@ class Decisions:
             total_bytes: Bytes of all gradients; inf: not known.
         """
         family = family_of(self.placement, ranks)
-        # Larger sums, and those of unknown size, are reduced as if they had LARGE_BYTES.
-        reduced_bytes = min(total_bytes, LARGE_BYTES)
-        # A model whose single layer has all gradients.
-        job = replace(self.prices.job, reduced_bytes=(reduced_bytes,), repeats=(1,))
+        # The two ways to reduce need a finite size, `inf` for "not known" has none. For large sums
+        # latency does not matter, so all above LARGE_BYTES are reduced in the same way.
+        priced_bytes = min(total_bytes, LARGE_BYTES)
+        # Prices are made for a model. This one has a single layer, with all of the gradients.
+        job = replace(self.prices.job, reduced_bytes=(priced_bytes,), repeats=(1,))
         prices = Prices(self.network, job, self.prices.rules)
-        # No other group uses the links between clusters.
-        options = prices.reductions_of_family(family, crossing_groups=1)
-        return self._reduction([options], overlap, total_bytes)
+        both_ways = prices.reductions_of_family(family, crossing_groups=1)  # no other group crosses
+        return self._reduction([both_ways], overlap, total_bytes)
 
     def _reduction(
         self, families: Sequence[FamilyReductions], overlap: bool, total_bytes: float
@@ -206,7 +206,7 @@ class Decisions:
         """
         candidates: list[Hierarchical] = []
         faster_from: list[int] = []  # bytes from which each candidate is faster than its flat ring
-        for group in sums:
+        for group in sums:  # sets of equal groups
             if group.hierarchical is None:
                 return flat
             threshold = group.hierarchical.faster_from(group.flat)
@@ -216,19 +216,18 @@ class Decisions:
             faster_from.append(threshold)
         if not candidates:
             return flat
-        # Clusters of a group (keys of `ranks`) -> algorithm (route) that adds up their sums.
-        routes = {frozenset(candidate.ranks): candidate.route for candidate in candidates}
-        route = next(iter(routes.values()))
         streams = 1
         across = None  # direct exchanges
-        # Only gloo has several TCP streams, and other algorithms. A stage has one algorithm, which names
-        # clusters. So if groups lie on different sets of clusters, all use direct exchanges.
-        if self.network_api == SOCKETS:
+        if self.network_api == SOCKETS:  # only gloo has several TCP streams, and other algorithms
             streams = max(
                 candidate.streams(self.network, group.crossing_groups)
                 for candidate, group in zip(candidates, sums)
             )
-            if len(routes) == 1 and route.algorithm != "direct":
+            # An algorithm other than direct exchanges (a `route`) lists the clusters of a group. A
+            # stage has a single algorithm. So it needs groups that all lie on the same clusters.
+            cluster_sets = {frozenset(candidate.ranks) for candidate in candidates}
+            route = candidates[-1].route
+            if len(cluster_sets) == 1 and route.algorithm != "direct":
                 across = route
         clusters = dict.fromkeys(cluster for candidate in candidates for cluster in candidate.ranks)
         return replace(

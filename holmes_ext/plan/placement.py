@@ -978,19 +978,25 @@ class Fold:
 
 
 def _count_folded_tensor_ranks(placement: Placement) -> int:
-    """Return how many tensor-parallel neighbours are equal, so that a Fold keeps only the first.
+    """Return how many tensor-parallel ranks in a row cost the same, so that one can represent them.
 
-    All of these neighbours must lie on the same node. So the result is the greatest common divisor of
-    the ranks of a group and of a node: no such set of neighbours then spans two nodes. The result is
-    1 (keep all ranks) if tensor-parallel ranks are not neighbours, or if expert groups divide
-    tensor-parallel groups, which makes their ranks unequal.
+    A Fold, the compact form of a placement, keeps only the first rank of each such row. The ranks
+    of a row must be of the same tensor-parallel group and on the same node. So the length of a row
+    divides the ranks of a group and the ranks of a node: it is their greatest common divisor.
+
+    The result is 1 (keep all ranks) in two cases: if tensor-parallel ranks have no consecutive
+    numbers, or if the ranks of a tensor-parallel group are in different expert-parallel groups at
+    different places, so that they do not cost the same.
     """
     sizes = placement.sizes
-    is_innermost = sizes.axes[0] == "tp"
-    # In the layers with experts, the grid of ranks has another tensor-parallel size if expert groups
-    # divide tensor-parallel groups.
-    experts_keep_tensor = sizes.expert == 1 or expert_grid(sizes)[0]["tp"] == sizes.tensor
-    if not is_innermost or not experts_keep_tensor:
+    has_consecutive_ranks = sizes.axes[0] == "tp"  # the innermost axis
+    is_whole_in_expert_grid = True
+    if sizes.expert > 1:
+        # The grid of the ranks in layers with experts. Its tensor-parallel size is 1 if expert groups
+        # must be made of the ranks of a tensor-parallel group.
+        sizes_of_expert_grid, _ = expert_grid(sizes)
+        is_whole_in_expert_grid = sizes_of_expert_grid["tp"] == sizes.tensor
+    if not has_consecutive_ranks or not is_whole_in_expert_grid:
         return 1
     return gcd(sizes.tensor, placement.processes)
 

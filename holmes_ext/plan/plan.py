@@ -1,9 +1,10 @@
 """The Plan of a job: order of the nodes, networks, reductions and stages, in a file that all ranks follow.
 
 The ranks are numbered node by node, in the order of `nodes`, so the framework's own layout of ranks
-produces the planned placement. A running job looks up `fabrics` and `traffic`. The other fields contain
-reasons and predictions. plan.json does not contain `traffic`: a job derives it from the other fields,
-its ports and its options (derive_traffic() of plan/decide.py).
+produces the planned placement. A running job looks up `fabrics` (its networks) and `traffic` (how each
+stage reduces gradients and sends to the next stage). The other fields contain reasons and predictions.
+plan.json does not contain `traffic`: a job derives it from the other fields, its ports and its options
+(derive_traffic() of plan/decide.py).
 """
 
 from __future__ import annotations

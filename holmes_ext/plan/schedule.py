@@ -244,9 +244,10 @@ class PassOrder:
         """Return the pass of the receiving stage after which it posts the receive of a message.
 
         On a stage link, activations go one way and gradients the other way, in a common order (see
-        receive_orders). The receiving stage posts the receive after the last message before it that
-        this stage itself sends. The result is the pass that makes this sent message. In the order
-        a0 a1 g0, gradient g0 follows activation a1: its receive is posted after "F" of micro-batch 1.
+        receive_orders). So a stage of the link sends some messages of the order and receives the
+        others. It posts a receive after sending the last of its messages before the received one.
+        In the order a0 a1 g0, gradient g0 follows activation a1. So the stage that sends activations
+        posts the receive of g0 after the forward pass that makes a1, "F" of micro-batch 1.
 
         Args:
             stage_link: Number of the stage link.

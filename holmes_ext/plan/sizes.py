@@ -246,25 +246,31 @@ def expert_grid(sizes: Sizes) -> tuple[dict[str, int], dict[str, int]]:
 def _expert_groups(sizes: Sizes, rank_strides: dict[str, int]) -> list[tuple[int, ...]]:
     """Return the ranks of every expert-parallel group, in the order of their first ranks.
 
+    The groups follow from the grid of experts, a second arrangement of the ranks of each stage (see
+    expert_grid()).
+
     Args:
         sizes: Parallel sizes, with the data size.
-        rank_strides: Axis -> distance between neighbours in the grid of all ranks.
+        rank_strides: Axis -> difference of the global ranks of two neighbours along it.
     """
-    # There are two numberings: global ranks, and the numbers of the grid of experts, which begin at 0
-    # in each stage. ranks_of_stage_0[number] is the global rank with this number in the first stage.
-    # Its counterparts in other stages are shifted by the stride of the pipeline.
-    grid, strides = expert_grid(sizes)
+    # First find the groups as positions among the ranks of a stage: 0, 1, 2, ... A group is a line
+    # along "ep" in the grid of experts, so it has the position of its first member, plus each offset
+    # along "ep".
+    expert_sizes, expert_strides = expert_grid(sizes)
+    outside_group = {axis: expert_sizes[axis] for axis in ("tp", "dp")}
+    first_positions = _offsets(expert_strides, outside_group)
+    offsets_in_group = _offsets(expert_strides, {"ep": expert_sizes["ep"]})
+
+    # Then convert positions into global ranks, which are in order of position in each stage. Ranks
+    # at the same position in neighbouring stages differ by the stride of "pp".
     axes_of_stage = {axis: sizes.size(axis) for axis in AXES if axis != "pp"}
-    ranks_of_stage_0 = _offsets(rank_strides, axes_of_stage)
-    # A group's numbers: those of its first member, plus the distances along "ep".
-    distances = _offsets(strides, {"ep": grid["ep"]})
-    first_members = _offsets(strides, {"tp": grid["tp"], "dp": grid["dp"]})
+    ranks_of_stage_0 = _offsets(rank_strides, axes_of_stage)  # by position
     result = []
-    for first in first_members:
-        group = [ranks_of_stage_0[first + distance] for distance in distances]
+    for first in first_positions:
+        group_of_stage_0 = [ranks_of_stage_0[first + offset] for offset in offsets_in_group]
         for stage in range(sizes.pipeline):
             shift = stage * rank_strides["pp"]
-            result.append(tuple(rank + shift for rank in group))
+            result.append(tuple(rank + shift for rank in group_of_stage_0))
     return sorted(result)
 
 

@@ -61,33 +61,36 @@ def edit_of(request: Request, launch: Launch) -> CommandEdit:
         launch: Flags and ds_config of the plan.
     """
     words = request.words
-    wanted = by_flag(launch.flags)  # flag -> its values in the new command
-    config = ds_config.from_arguments(list(words))
-    config_flag = next((flag for flag in ds_config.FLAGS if flag in wanted), "")
-    config_file = ""
-    if config_flag:
-        config_file = wanted.pop(config_flag)[0]
-        if config is not None:  # the command names a ds_config: its path stays
-            config_file = config.path
-        else:
-            wanted[config_flag] = (config_file,)
-    if request.framework in MEGATRONS:
-        wanted = _as_the_command_spells(request, wanted)
-    unwanted = set(_unwanted(request, wanted))
+    old_config = ds_config.from_arguments(list(words))  # None: the command names no ds_config
 
-    # Flags that already have the plan's value stay, even if the plan would spell it differently.
+    # Flags of the new command, with their values.
+    plan_flags = by_flag(launch.flags)
+    config_flag = next((flag for flag in ds_config.FLAGS if flag in plan_flags), "")
+    config_path = ""  # of the new ds_config; "" if the plan needs none
+    if config_flag:
+        config_path = plan_flags.pop(config_flag)[0]
+        if old_config is None:
+            plan_flags[config_flag] = (config_path,)  # becomes the last flag
+        else:
+            config_path = old_config.path  # the command's own flag and path stay
+    if request.framework in MEGATRONS:
+        plan_flags = _as_the_command_spells(request, plan_flags)
+
+    # Flags of the old command that already have the plan's values stay as the user wrote them.
     untouched = set(_untouched(request))
-    wanted = {flag: values for flag, values in wanted.items() if flag not in untouched}
-    flags, command = edited(words, wanted, WORDS_AFTER, unwanted - untouched)
-    if not config_file:
-        return CommandEdit(flags, command)
-    content = config.content if config is not None else {}
-    keys, new_content = edited_config(
-        content,
-        wanted=_wanted_keys(request, launch, content),
-        unwanted=list(_unwanted_keys(request, wanted, content)),
+    removed = set(_unwanted(request, plan_flags)) - untouched
+    wanted = {flag: values for flag, values in plan_flags.items() if flag not in untouched}
+    flag_changes, command = edited(words, wanted, WORDS_AFTER, removed)
+    if not config_path:
+        return CommandEdit(flag_changes, command)
+
+    old_content = old_config.content if old_config is not None else {}
+    key_changes, new_content = edited_config(
+        old_content,
+        wanted=_wanted_keys(request, launch, old_content),
+        unwanted=list(_unwanted_keys(request, wanted, old_content)),
     )
-    return CommandEdit(flags, command, config_file, keys, new_content)
+    return CommandEdit(flag_changes, command, config_path, key_changes, new_content)
 
 
 def runs_already(candidate: Candidate, layout: Candidate | None) -> bool:

@@ -1,4 +1,4 @@
-"""Line of a report with the steps that it covers, if the telemetry of a rank ends early."""
+"""Line of a report on the steps that it covers; printed if the telemetry file of some rank ends early."""
 
 from __future__ import annotations
 

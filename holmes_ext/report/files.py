@@ -43,7 +43,7 @@ class FollowedPlan:
 
 @dataclass
 class RankFile:
-    """Telemetry of one rank."""
+    """Content of the telemetry file of one rank, after parsing."""
 
     path: Path
     head: dict[str, Any]  # first line of the file

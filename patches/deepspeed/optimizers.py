@@ -2,6 +2,7 @@
 
 DeepSpeed chooses among four optimizers, in engine._do_optimizer_sanity_check. The bytes are those of Adam
 in 16 bits: d is the data-parallel size, a the bytes of a sum of gradients (data_types.grad_accum_dtype).
+The first row that fits counts. "2, or a + 2" depends on the release and the settings (ZeRO 1 below).
 
     optimizer            when                                     weight   gradient        optimizer states
     the plain one        fp32, ZeRO 0                             4        4               8

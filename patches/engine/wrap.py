@@ -235,10 +235,12 @@ class Call:
         return name in parameters_of(self.target).names
 
     def unread_arguments(self) -> list[str]:
-        """Return the names of the program's arguments that the wrapper does not read.
+        """Return the names of the arguments of this call that the wrapper does not read.
 
-        Arguments that equal the default of their parameter are left out: to ignore them changes nothing. An
-        argument for `*args` has no name, and is listed as "argument POSITION: VALUE".
+        A wrapper runs in place of a framework's function, and is called with the arguments that the
+        training program passes to that function. Arguments that equal the default of their parameter are left
+        out: to ignore them changes nothing. An argument for `*args` has no name, and is listed as
+        "argument POSITION: VALUE".
         """
         if not self.args and not self.kwargs:
             return []

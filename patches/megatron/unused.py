@@ -59,7 +59,10 @@ def _not_installed_error(module: str, name: str) -> HolmesError:
 
 
 class _PlaceholderClass(type):
-    """Metaclass of the classes in empty modules. Making an instance raises an error.
+    """Metaclass of classes without a working implementation. Making an instance raises an error.
+
+    The classes are in empty modules: placeholders for modules that the program imports and that are not
+    installed.
 
     The error also comes from classes of the program that derive from a placeholder.
     """

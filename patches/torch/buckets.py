@@ -315,11 +315,11 @@ def _replace_gradients_by_views(bucket: Any) -> list[AwaitedGradient]:
 
 
 def _in_layout_of(parameter: Any, part: Any) -> Any:
-    """Return a view of a parameter's gradient in a bucket, with the strides of its storage.
+    """Return a view of a gradient in a bucket, with the strides with which the bucket stores it.
 
-    GradBucket.gradients() returns a contiguous view for every parameter. But in the bucket,
-    DistributedDataParallel stores a gradient with the strides of its parameter, e.g. channels_last.
-    A parameter with gaps or overlaps in memory is the exception: its gradient is contiguous.
+    These are the strides of the gradient's parameter, e.g. channels_last. But GradBucket.gradients()
+    returns a contiguous view for every parameter. The exception is a parameter with gaps or
+    overlaps in memory: DistributedDataParallel stores its gradient contiguously.
 
     Args:
         part: The parameter's tensor of GradBucket.gradients().

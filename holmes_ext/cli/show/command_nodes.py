@@ -30,10 +30,11 @@ def training_on_nodes(args: argparse.Namespace, spec: SiteSpec) -> tuple[SiteSpe
         HolmesError: An argument or file is wrong, or the command names only a part of a model.
     """
     words = [] if args.nodelist else args.command or []
-    used, lines = nodes_of_command(words, spec)
-    with lines_before_error(lines):
-        job = training_of(args, used)
-    return used, replace(job, lines=(*job.lines, *lines))
+    # node_lines: lines for the user on the nodes that are planned for
+    used_spec, node_lines = nodes_of_command(words, spec)
+    with lines_before_error(node_lines):  # if training_of() raises, these lines are printed first
+        job = training_of(args, used_spec)
+    return used_spec, replace(job, lines=(*job.lines, *node_lines))
 
 
 class NodesOfCommand(NamedTuple):

@@ -161,9 +161,10 @@ class CoordinatorClient:
         return self._heartbeat is not None and not self._heartbeat.is_connected
 
     def look_again(self) -> None:
-        """Make the heartbeat thread reconnect in the background; until then, is_away() returns True.
+        """Make the heartbeat thread open a new connection to the coordinator, in the background.
 
-        So no request has to wait for a coordinator that cannot be reached.
+        Called after a request has failed. Until the new connection is open, is_away() returns True, so
+        callers need not send further requests that would only time out.
         """
         if self._heartbeat is not None:
             self._heartbeat.reconnect()

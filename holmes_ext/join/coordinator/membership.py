@@ -1,7 +1,9 @@
 """Membership of a run: whether a job may join, when it begins, and when it is gone.
 
-    hello   accepted, or an error: models, shards and settings must be equal; each name exists once
-    enter   "in" when `min` jobs are there, or "behind" (first take these fragments from that job)
+    request   answer
+    hello     accepted, or an error: models, shards and settings must be equal; each name exists once
+    enter     "in" when `min` jobs are there. "behind" if the others have trained already: the answer names
+              the parts of the model (fragments) whose weights the job must first take from another job
 
 A job is gone when its connection closes, or when it has been silent for its timeout.
 Pure: no clock, no network.

@@ -122,7 +122,14 @@ def can_others_read(path: Path) -> bool:
 
 
 def _check_private_file(path: Path, state: os.stat_result, is_given: bool) -> None:
-    """Raise HolmesError if a file is no regular file, or other users may have written or read it."""
+    """Raise HolmesError if a file is no regular file, or if other users may have changed or read it.
+
+    Args:
+        path: The file, for messages.
+        state: Its fstat().
+        is_given: The user has put the file there, so root may own it, and others may read it. Else
+            only the user may own it, and nobody else may read it.
+    """
     if not stat.S_ISREG(state.st_mode):
         raise HolmesError(f"{path}: is no regular file")
     user = os.geteuid()

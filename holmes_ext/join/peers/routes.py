@@ -4,8 +4,8 @@
     reversed    the other rank cannot be called (firewall, no open port). It keeps a standby line to the
                 coordinator. The coordinator announces the call there, and the other rank calls back
     relayed     neither rank can be called, or a direct connection between the two jobs has failed: the
-                coordinator forwards the bytes (coordinator/relay.py). It orders that for an exchange; a
-                job that takes weights does so by itself
+                coordinator forwards the bytes (coordinator/relay.py). For an exchange the coordinator
+                chooses this route; a job that takes weights from another job chooses it itself
 
 On each connection both ends show a certificate with the name of their job, so no job can act for another. A
 relayed connection uses TLS between the two ranks, so the coordinator sees only ciphertext.

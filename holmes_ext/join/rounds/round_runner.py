@@ -1,16 +1,16 @@
 """Thread that runs the outer rounds of a rank of a joined job, beside the training thread.
 
 Joined jobs train one model together over a WAN (DiLoCo, arXiv 2311.08105): in a round they exchange the
-pseudo-gradients of a fragment of the model. The training thread submits a pseudo-gradient and goes on
-training. For each pseudo-gradient, the rounds threads of all ranks of the job do the following together:
+pseudo-gradients of a fragment of the model. The training thread submits a pseudo-gradient and goes on. For
+each pseudo-gradient, the rounds threads of all ranks of the job do the following together:
 
 1. All ranks: add up the squared length of the pseudo-gradient over the job.
-2. Rank 0: send "ready" to the coordinator and broadcast the verdict. "go" leads to step 3, "behind" to 6.
+2. Rank 0: send "ready" to the coordinator and broadcast its verdict: "go" (step 3) or "behind" (step 6).
 3. All ranks: exchange pseudo-gradients with the ranks of the other jobs that have the same elements
    (peers/exchange.py); add up the Gram matrix of the received data over the job; screen the data
-   (screening.py). Rank 0: send "done" and broadcast the verdict: "check", or "go" for another attempt.
+   (screening.py). Rank 0: send "done" and broadcast the verdict: "check" (step 4) or "go" (step 3 again).
 4. All ranks: compute salted digests of the received data and the factors of the aggregate. Rank 0: send
-   "checked" and broadcast the verdict: "commit", "check" again without some jobs, or "go".
+   "checked" and broadcast the verdict: "commit" (step 5), "check" (4 again, without some jobs) or "go" (3).
 5. On "commit": aggregate the pseudo-gradients, and leave the outer step to the training thread as pending.
 6. On "behind": take the named fragments from another job (taking.py).
 Any other verdict ends the round as void, and nothing changes.

@@ -213,7 +213,8 @@ class OuterState:
         """Take the oldest pending outer step of a fragment (part of the model).
 
         The anchor is the weights after the last outer step, the residual the rounding errors of the
-        codec. If another job's weights are pending instead, anchor and momentum are replaced by those.
+        codec. replace() may have made another job's weights pending instead of a step. Then anchor and
+        momentum are replaced by those of the other job.
         """
         with self.lock:
             pending = fragment.pending.pop(0)
@@ -229,8 +230,8 @@ class OuterState:
             elif fragment.residual is not None and pending.replaces:
                 fragment.residual.zero_()  # the rounding errors belonged to the old anchor
             fragment.version = pending.number
-            # Anchor and momentum belong together now. An exception is the replacement by replace_anchor(),
-            # which has no momentum; that method sets this to True afterwards.
+            # Anchor and momentum are of the same version now. (Not if replace_anchor() has called this
+            # method with an anchor alone. It sets the flag to True again.)
             fragment.lacks_momentum = False
 
     def _step(
@@ -326,10 +327,10 @@ class OuterState:
         anchor: torch.Tensor | None,
         momentum: torch.Tensor | None,
     ) -> None:
-        """Store another job's outer momentum, after replace_anchor() has stored the weights to it.
+        """Store another job's outer momentum, after replace_anchor() has stored that job's anchor (weights).
 
-        If the momentum has another version than these weights, it is dropped: the other job has taken an
-        outer step in between.
+        If the momentum has another version than that anchor, it is dropped: the other job has taken an
+        outer step between sending both.
 
         Args:
             fragment: The fragment: a part of the model.

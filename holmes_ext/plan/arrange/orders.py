@@ -196,9 +196,11 @@ class Orders:
     def _chained(self, group_size: int) -> Iterator[Groups]:
         """Yield a few sequences of groups of node types in which clusters with good links are neighbours.
 
-        First comes the chain over the best links, cut into groups of `group_size` neighbours. Its
-        reverse follows, and then the chain with each two neighbouring groups swapped. Without a
-        WAN, or with fewer than three node types, nothing is yielded.
+        They are made from a chain: a sequence of all node types in which the worst WAN link between
+        the clusters of two neighbours is as good as possible. It is cut into groups of
+        `group_size` types. The yielded sequences are these groups, their reverse, and a sequence for
+        each pair of neighbouring groups, with these two swapped. Without a WAN, or with fewer than
+        three node types, nothing is yielded.
 
         Args:
             group_size: Number of node types in a group; these share pipeline stages.

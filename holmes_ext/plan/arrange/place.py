@@ -180,7 +180,7 @@ MIXTURES = 24
 def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
     """Return the placement with the best order of the nodes that the search finds.
 
-    The best has the shortest predicted step of those in which no group must use Ethernet (see above).
+    It has the shortest predicted step of those in which no group uses Ethernet between two fast fabrics.
 
     Args:
         prices: Costs of the job on the site.
@@ -189,7 +189,7 @@ def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
     """
     class_of = classes_of(prices.network)  # name of a node -> its class (interchangeable nodes)
     blocks = Blocks(prices.network, class_of)
-    if blocks.has_only_whole_blocks:  # no node is left over: the search orders blocks
+    if blocks.has_only_whole_blocks:  # order runs of equal nodes (blocks) instead of single nodes
         search = _Search(prices, sizes, blocks)
         search.run(budget)
         # Class of each node, in rank order. (A class is named by its first node type.)

@@ -95,8 +95,8 @@ def mixed(units: Sequence[int], groups: Groups, size: int) -> Stages:
 
     The units of a group are put in a line in which those of each cluster are spread evenly. The lines of
     all groups follow each other, and are cut into stages of `size` units. So a stage may have units of two
-    groups. Example: a group of clusters 0 and 1 with 4 and 2 units has the line 0 1 0 0 1 0; with
-    size 3 the stages are (0, 0, 1) and (0, 0, 1).
+    groups. Example: a group of clusters 0 and 1 with 4 and 2 units has the line 0 1 0 0 1 0. Cut into
+    stages of 3 units, it gives 0 1 0 twice. The units of a stage are sorted: (0, 0, 1), (0, 0, 1).
 
     Args:
         units: Number of units of each cluster.

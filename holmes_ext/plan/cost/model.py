@@ -660,10 +660,11 @@ class Model:
         )
 
     def _kept_per_element(self, widths: _BlockWidths, tensor: int) -> float:
-        """Return the bytes that a block keeps for each of its s b h input elements, in 16 bits.
+        """Return the bytes of activations that a block keeps for its backward pass, per input element.
 
-        The terms are those of Korthikanti et al. 2022 (arXiv 2205.05198), equations 2 and 4 and table 2: with
-        s tokens in a sequence, b sequences in a micro-batch and the hidden size h.
+        Activations are assumed to have 16 bits. The terms are those of Korthikanti et al. 2022 (arXiv
+        2205.05198), equations 2 and 4 and table 2. A block's input has s b h elements: s tokens in a
+        sequence, b sequences in a micro-batch and the hidden size h.
 
         Args:
             widths: Widths of the block's matrices.
@@ -852,14 +853,14 @@ VERSION = 1
 
 
 def on_clusters(model: Model, spec: SiteSpec) -> Model:
-    """Return `model` with the GPU of each cluster in cluster.toml.
+    """Return a copy of `model` with its table of GPUs (`gpus`) filled in for each cluster in cluster.toml.
 
     Every number of a GPU comes from the first source that has it: the numbers in cluster.toml,
     [gpu.cluster.NAME] of the model file, the GPU's product name in cluster.toml, [gpu] of the model file.
 
-    A model needs the FLOP/s of kernels. cluster.toml may instead have those of whole training steps
-    (gpu_model_flops), which are lower, as a step also waits. Then the result has these, and
-    with_kernel_flops() of plan/reached.py corrects them later.
+    `flops` should be the FLOP/s of kernels. cluster.toml may instead give the FLOP/s of whole training
+    steps (gpu_model_flops), which are lower, as a step also waits. Then `flops` has this lower number
+    at first, and with_kernel_flops() of plan/reached.py replaces it later.
     """
     gpus = {}
     for cluster in spec.clusters:

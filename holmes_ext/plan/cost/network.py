@@ -329,11 +329,11 @@ class Network:
         )
 
     def exchange(self, family: GroupFamily, all_to_all: bool, inside_bps: float = 0.0) -> Load:
-        """Return the load of an all-to-all (expert groups) or a ring of messages (context groups).
+        """Return what an all-to-all (expert groups) or a ring (context groups) uses of the networks.
 
         Both have n - 1 steps for n ranks. In step i of an all-to-all, a rank sends a part of its
-        bytes to the i-th next rank. In each step of a ring, it passes the parts that it has
-        received to its neighbour.
+        bytes to the i-th next rank. In each step of a ring, it passes the parts that it has received
+        to its neighbour. The result is for a byte that a rank sends, in all steps together.
 
         Args:
             family: Equal groups of a stage.
@@ -354,12 +354,10 @@ class Network:
         # In every step, some rank waits for the slowest link between clusters.
         step_latency_s = max((self.wan_latency_s(fabric, pair) for pair in pairs), default=0.0)
         messages = family.ranks - 1
-        # `volume` (bytes on the NIC for each byte) keeps its default, 1. Callers multiply the price
-        # (seconds per byte) by the bytes that a rank sends in all steps together.
-        return Load(
+        return Load(  # of Load's other fields: each byte passes a NIC once (volume=1)
             nics=self.both_ways(fabric, flows),  # each NIC twice: these flows out, as many in
             hops=self.hops(fabric, pairs),  # links between clusters, with their flows
-            fabric=self.line(fabric),  # with the measured rate and latency
+            fabric=self.line(fabric),  # the same fabric, with its measured rate and latency
             messages=messages,
             wan_latency_s=messages * step_latency_s,
             crosses_clusters=self.spans_clusters(family.node_types),
@@ -368,16 +366,16 @@ class Network:
     def message(
         self, stage_link: StageMessages, inside_bps: float = 0.0, crossing: float = 0
     ) -> Load:
-        """Return the load of the messages from a pipeline stage to another, in all pipelines of a class.
+        """Return what a message to another pipeline stage uses of the networks, for each of its bytes.
+
+        All pipelines of a class (on equal nodes) send such a message at the same time.
 
         Args:
-            stage_link: Messages of a class of equal pipelines: their number (`count`), how many
-                leave the NIC of a sending node (`leaving`), and how many reach the NIC of a
-                receiving node (`reaching`) at the same time.
+            stage_link: These messages. `count` is their number. `leaving` and `reaching` are the
+                messages of all classes on the NIC of a sending and of a receiving node.
             inside_bps: Bits/s between the GPUs of a node.
-            crossing: Number of messages of all classes that use the same links between clusters;
-                0: only those of this class. NICs need no such number: `leaving` and `reaching`
-                count all classes.
+            crossing: Messages of all classes on the links between clusters. 0: only the `count`
+                messages of this class use the links.
         """
         if stage_link.local:  # both stages are on the same node
             return Load(inside_bps=inside_bps)
@@ -438,15 +436,16 @@ class Network:
     def both_ways(
         self, fabric: Fabric, flows: Mapping[int, float]
     ) -> tuple[tuple[Nic, float], ...]:
-        """Return the load of the NICs in both directions, if as many messages leave every node as reach it.
+        """Return the number of messages that share each NIC, for sending and for receiving.
+
+        A collective sends as many messages from each node as to it, so both numbers are equal.
 
         Args:
             fabric: Fabric of the NICs.
-            flows: Node class (equally busy nodes) -> number of messages that share a NIC, in each
-                direction.
+            flows: Node class (equally busy nodes) -> messages that a NIC sends at the same time.
 
         Returns:
-            (node class, fabric, "out" or "in") with the number of messages.
+            Pairs of (node class, fabric, "out" or "in") and the number of messages.
         """
         return tuple(
             ((node_class, fabric.name, direction), count)

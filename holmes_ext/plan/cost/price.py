@@ -1,7 +1,7 @@
-"""Cost of every layer on every stage of a placement, with the reductions that the stages use.
+"""Cost of every layer on every stage of a placement, gradient reductions included.
 
     ReductionPrices               prices the ways in which the groups of a stage can reduce gradients
-    ReductionPrices.reductions    chooses a reduction for each stage: that of its slowest group
+    ReductionPrices.reductions    the reduction of each stage: the way it uses, with its slowest group's price
     Prices.costs, price           -> StageCosts, the input of partition, search, bounds and plans
 
 Results are kept, so stages on equal nodes are priced once. A stage is as fast as its slowest GPU and its
@@ -315,14 +315,16 @@ class ReductionPrices:
         """Return the possible reductions of a stage's gradients, with an entry for equal groups.
 
         Args:
-            folded: Compact placement of the stage's nodes, and the number of the stage in it.
-            stages_at_once: Number of stages that reduce at the same time over the same links.
-            pipeline: Number of all pipeline stages.
+            folded: Compact placement (Fold) of the nodes of this stage. It has only this stage, and
+                numbers it anew.
+            stages_at_once: How many stages reduce at the same time over the same links.
+            pipeline: How many stages the whole pipeline has.
         """
-        (folded_stage,) = folded.stages
-        families = folded.fold.families(folded_stage)  # families of equal data-parallel groups
-        groups = sum(family.count for family in families)  # of the stage
-        crossing_groups = stages_at_once * groups
+        (number_in_fold,) = folded.stages
+        # A family is all data-parallel groups of the stage on equal nodes; `count` is their number.
+        families = folded.fold.families(number_in_fold)
+        groups_of_stage = sum(family.count for family in families)
+        crossing_groups = stages_at_once * groups_of_stage
         return [self.reductions_of_family(family, crossing_groups, pipeline) for family in families]
 
     def reductions_of_family(
@@ -705,15 +707,21 @@ class Prices(ReductionPrices):
             stage_links: Price of an activation from each stage to the next stage.
 
         Returns:
-            By stage, and by type of layer (embedding, block, output): the time if the stage ends
-            with such a layer.
+            For each stage a row with a number for each kind of layer (embedding, block, output): the
+            seconds if this is the last layer of the stage.
         """
         job = self.job
-        size = job.block.activation_bytes
-        output: Row = (0.0,) if job.after else ()  # the output layer sends nothing
-        senders = len(job.layers) - len(output)
-        # The last stage sends nothing.
-        return tuple((price.seconds(size),) * senders + output for price in (*stage_links, FREE))
+        kinds = len(job.layers)  # embedding, block and output; a job may lack some of them
+        has_output_layer = job.after > 0  # job.after: number of layers after the last block
+        rows = []
+        for price in (*stage_links, FREE):  # FREE: the last stage has no next stage
+            seconds = price.seconds(job.block.activation_bytes)
+            if has_output_layer:  # it is the last kind, and has no output for a next stage
+                row = (seconds,) * (kinds - 1) + (0.0,)
+            else:
+                row = (seconds,) * kinds
+            rows.append(row)
+        return tuple(rows)
 
     def shared_nic_stages(self, placement: Placement) -> tuple[tuple[int, int], ...]:
         """Return the stages whose nodes send to the previous and the next stage over the same NIC.
@@ -796,7 +804,10 @@ class Prices(ReductionPrices):
         across_s = [0.0] * (last + 1)  # by stage: its NICs between clusters
 
         def add(stage: int, other: int, seconds: float) -> None:
-            """Add the time of messages between two stages: activations one way, gradients back."""
+            """Add the messages between two stages to the load of the NICs of both.
+
+            One of the stages sends activations, the other sends gradients back, in `seconds` each.
+            """
             crosses = len(clusters[stage] | clusters[other]) > 1
             load_s = across_s if crosses else inside_s
             load_s[stage] += seconds

@@ -313,8 +313,8 @@ class Hierarchical(PricedReduction):
 
         They are a reduce-scatter inside each cluster, a reduce across clusters, a gather across
         clusters, and an all-gather inside each cluster. The end of each transfer starts the next.
-        Chunks take each of the four steps in sequence. If the reduction `stalls`, a chunk takes a step
-        across only after the chunk before it has arrived.
+        The chunks follow each other through each of the four steps. If `self.stalls` is set, a chunk
+        is sent to another cluster only after the chunk before it has arrived there.
 
         Args:
             size: Bytes of the chunk.
@@ -604,11 +604,11 @@ def _priced_route(
 def _relay_byte_s(
     network: Network, fabric: Fabric, route: CrossClusterAlgorithm, ranks: Mapping[str, int]
 ) -> float:
-    """Return the seconds per byte of the sum that forwarding adds to a step across clusters.
+    """Return by how many seconds forwarding lengthens a step across clusters, for each byte to sum.
 
     On a ring or a tree of clusters, data pass several links in sequence: a cluster forwards a message
-    after it has received all of it. The price of a step already contains the time of its busiest link.
-    Forwarding adds the time of the longest sequence of messages, less that time.
+    after it has received all of it. So a step takes as long as the messages on its longest path. The
+    price of a step already contains the time of its busiest link. The result is the difference.
 
     Args:
         network: The site.
@@ -1003,33 +1003,36 @@ def tied_weight_families(fold: Fold) -> Iterator[GroupFamily]:
         fold: A compact placement: it has a pipeline of each class. Pipelines on equal nodes form a
             pipeline class.
     """
-    # Classes of the pipelines in a data-parallel group -> the equal groups of the last stage.
-    last_of = {family.pipeline_classes: family for family in fold.families(fold.stages[-1])}
-    for first in fold.families(0):  # families of equal data-parallel groups of the first stage
-        last = last_of.get(first.pipeline_classes)
+    # Both stages have a rank of every pipeline. So the groups of the same pipelines are found by
+    # their pipeline classes, and there are equally many in both stages.
+    last_families = fold.families(fold.stages[-1])
+    last_of_classes = {family.pipeline_classes: family for family in last_families}
+    for first in fold.families(0):
+        last = last_of_classes.get(first.pipeline_classes)
         if last is None:
             continue
         yield GroupFamily(
             stage=0,
             ranks=first.ranks + last.ranks,
-            count=first.count,
+            count=first.count,  # the count of `last` is the same
             parts=first.parts + last.parts,
             pipeline_classes=first.pipeline_classes,
-            ring=first.ring + last.ring,
+            ring=first.ring + last.ring,  # nodes of the first stage, then those of the last
         )
 
 
 def by_pairs(
     network: Network, fold: Fold, pipeline: int, inside_bps: float = 0.0
 ) -> PricedReduction:
-    """Return the price of summing a tied weight's gradient between pairs of ranks of first and last stage.
+    """Return the price of summing a tied weight's gradient between pairs of ranks.
 
-    A tied weight is on both stages. A pair are the two ranks that a pipeline has in them.
+    The first and the last stage both have a tied weight. In each pipeline, the rank of the first
+    stage and the rank of the last stage are a pair, and exchange their gradients with each other.
 
     Args:
         network: The site.
-        fold: A compact placement: it has a representative of equal pipelines.
-        pipeline: Number of the pipelines' class (pipelines on equal nodes).
+        fold: A compact placement. Pipelines on equal nodes are a class, with an index.
+        pipeline: Index of the class of the pipelines.
         inside_bps: Bits/s between the GPUs of a node; 0: not known, counts as free.
     """
     # Messages from the first to the last stage, of this class only.

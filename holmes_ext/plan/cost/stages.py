@@ -173,7 +173,7 @@ class RankModel:
         return self.gpus.get(cluster, self.gpu)
 
     def slowest(self, clusters: Iterable[str]) -> Gpu:
-        """Return a GPU with the least speed, memory and link rate of these clusters' GPUs."""
+        """Return a GPU with the least FLOP/s, memory and link rate, each over all these clusters' GPUs."""
         gpus = [self.gpu_of(cluster) for cluster in clusters]
         limits = [gpu.memory_bytes for gpu in gpus if gpu.memory_bytes]  # 0: no limit
         return Gpu(
@@ -360,20 +360,18 @@ class StageCosts:
         before layer l is done, and is hidden only by the backward pass of layers low..l-1. The
         largest difference over all l is exposed.
         """
-        # Prefix sums: reduction_of_first[n] is the time of the model's first n layers.
-        reduction_of_first = self.sums["reduction_s"][stage]
+        # Sums from layer 0 on, so that a difference gives layers low..l: reduction_s[l + 1] -
+        # reduction_s[low], and their backward pass without layer l: backward_s[l] - backward_s[low].
+        reduction_s = self.sums["reduction_s"][stage]
         if not self.overlap:
-            return reduction_of_first[high] - reduction_of_first[low] + self.latency_s[stage]
-        backward_of_first = self.sums["backward_s"][stage]
-        # Costs are linear between the first and the last layer of each kind (_corners).
+            return reduction_s[high] - reduction_s[low] + self.latency_s[stage]
+        backward_s = self.sums["backward_s"][stage]
+        # Layers of a kind have equal costs, so the largest difference is at the first or last of a
+        # kind (_corners), or of the stage. Terms with `low` are the same for all l: subtracted last.
         candidates = (layer for layer in (low, high - 1, *self._corners) if low <= layer < high)
-        # Reduction of the first l + 1 layers, less the backward pass of the first l. The part of both
-        # that lies below `low`, on other stages, is taken off afterwards.
-        longest = max(
-            reduction_of_first[layer + 1] - backward_of_first[layer] for layer in candidates
-        )
-        below_low = reduction_of_first[low] - backward_of_first[low]
-        return longest - below_low + self.latency_s[stage]
+        largest_s = max(reduction_s[layer + 1] - backward_s[layer] for layer in candidates)
+        before_low_s = reduction_s[low] - backward_s[low]
+        return largest_s - before_low_s + self.latency_s[stage]
 
     def loads(self, stage_layers: Sequence[int]) -> tuple[StageLoad, ...]:
         """Return the computation and memory of every stage, given the number of its blocks."""

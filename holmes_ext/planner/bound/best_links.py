@@ -1,4 +1,4 @@
-"""Best rates between clusters over a WAN, for lower bounds on the traffic that crosses."""
+"""Best rates between clusters over a WAN, for lower bounds on the time of the traffic between clusters."""
 
 from __future__ import annotations
 

@@ -240,30 +240,32 @@ class ChainBound(StepLowerBound):
         backward_s = self.backward_s[stage]
         layer_down_s = self.layer_down_s[stage] if stage else 0.0
 
-        # With 1 layer on each stage before.
-        down_s = self.down_s[stage] + self.links_before_s[stage]
-        further_behind = behind - (self.stage_count - 1 - stage)  # besides 1 on each later stage
+        # Own passes. A stage has at least 1 layer; the further layers are counted separately.
+        first_arrival_s = self.down_s[stage] + self.links_before_s[stage]  # 1 layer on each before
+        later_stages = self.stage_count - 1 - stage
+        further_behind = behind - later_stages
         round_trip_s = self.round_trip_s[stage]
         if further_behind:
             round_trip_s += further_behind * self.layer_round_trip_s[stage]
 
-        # Earliest start of the last backward pass of the stage's layers. On the last stage, all
-        # activations must have arrived over the slowest link.
-        if stage == self.stage_count - 1:
-            before_backward_s = self.flow_end_s[stage]
+        # Next stage: the last backward pass of this stage's layers starts after its gradient. On the
+        # last stage, it starts after all activations have arrived over the slowest link.
+        if later_stages:
+            gradient_arrival_s = behind_end_s + self.stage_links_s[stage]
+            last_backward_start_s = gradient_arrival_s + self.extra_backward_s[stage]
         else:
-            link_s = self.stage_links_s[stage]
-            before_backward_s = behind_end_s + link_s + self.extra_backward_s[stage]
+            last_backward_start_s = self.flow_end_s[stage]
 
-        # The NIC begins to send after the first forward pass; its last gradient arrives a stage
-        # link later.
+        # NIC: it begins to send after the first forward pass. The last message that it sends is the
+        # gradient of the last backward pass, which arrives a stage link after this pass.
         sent_s = self.micro_batches * self.nic_busy_s[stage]
         link_before_s = self.stage_links_s[stage - 1] if stage else 0.0
-        sent_end_s = down_s + self.extra_forward_s[stage] + sent_s - link_before_s
+        sent_end_s = first_arrival_s + self.extra_forward_s[stage] + sent_s - link_before_s
         passes, after_s = times
         least_end_s, stage_layers = choices  # the dictionaries, filled below
         for layers in layer_numbers:
-            further_before = self.layer_count - behind - layers - stage  # besides 1 on each
+            # Layers on the earlier stages, besides 1 on each: they delay the first activation.
+            further_before = self.layer_count - behind - layers - stage
             further_down_s = layer_down_s * further_before
             one_trip_s, two_trips_s, many_trips_s, rounds = passes[layers]
             # PassTimes.seconds(round_trip_s), written out: this loop takes most of the time
@@ -272,7 +274,8 @@ class ChainBound(StepLowerBound):
                 two_trips_s + 2 * round_trip_s,
                 many_trips_s + (rounds + 1) * round_trip_s,
             )
-            end_s = max(passes_s + down_s + further_down_s, before_backward_s + backward_s * layers)
+            own_passes_end_s = passes_s + first_arrival_s + further_down_s
+            end_s = max(own_passes_end_s, last_backward_start_s + backward_s * layers)
             if end_s + after_s[layers] > step_s:
                 continue
             if sent_s:

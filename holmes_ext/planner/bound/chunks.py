@@ -22,6 +22,7 @@ activations and the reductions of its stage must send all of both.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 
 from holmes_ext.planner.bound.stages import StageBounds
 
@@ -394,14 +395,12 @@ class _InterleavedBound:
         """
         ends_s = [self._end_after_passes_s(stage), self._end_after_nic_s(stage)]
         if self.bounds.after_backward[stage].overlapped:
-            # The reduction of a chunk runs under the backward passes of the chunks that follow. A
-            # bound for each chunk whose last backward pass comes after the stage's last forward
-            # pass, by the number of chunks that follow it: 0, 1, ... After the last forward pass,
+            # The reduction of a chunk runs under the backward passes of the chunks that follow.
+            # There is a bound for each chunk that ends after the stage's last forward pass. Then
             # `in_flight` backward passes are left, and the schedule does stage_count of them for
             # each chunk. So they belong to in_flight / stage_count chunks, rounded up.
-            backward_passes_left = self.in_flight[stage]
-            closing_chunks = -(-backward_passes_left // self.stage_count)
-            for followers in range(min(self.chunks, closing_chunks)):
+            ending_chunks = min(self.chunks, ceil(self.in_flight[stage] / self.stage_count))
+            for followers in range(ending_chunks):  # 0: the chunk that ends last
                 ends_s.append(self._end_after_chunk_s(stage, followers))
         return [end_s + after_reduction_s for end_s in ends_s]
 
@@ -447,13 +446,17 @@ class _InterleavedBound:
         backward_start_s = backward_end_s - self.backward_s[stage] - bounds.extra_backward_s[stage]
         reduced_layers = self.stage_layers * (followers + 1) / self.chunks
 
-        # The fixed part is latency, and the embedding in the first chunk; this completes last. On
-        # the last stage it is the output layer, in the chunk that completes first.
-        fixed_s = after.reduction.fixed_s if stage < self.stage_count - 1 else 0.0
-        reduction_s = reduced_layers * after.reduction.block_s + fixed_s
+        reduction_s = reduced_layers * after.reduction.block_s
+        # fixed_s does not depend on the number of layers: latency, embedding and output layer. On
+        # the last stage it may be left out of this reduction: the output layer is in the chunk that
+        # completes first. On other stages it is included: the embedding is in the first chunk, which
+        # completes last.
+        is_last_stage = stage == self.stage_count - 1
+        if not is_last_stage:
+            reduction_s += after.reduction.fixed_s
 
-        # The NIC also sends the gradients of the passes that follow: half of a micro-batch's
-        # messages.
+        # The same NIC also sends the gradients of the followers' passes. shared_nic_busy_s is for an
+        # activation and a gradient, so half of it is for a gradient.
         gradients_s = passes_after * bounds.shared_nic_busy_s[stage] / 2
         nic_s = reduced_layers * after.shared_nic_block_s + gradients_s
         return backward_start_s + max(reduction_s, nic_s)

@@ -54,9 +54,12 @@ class ClusterTraffic:
 
         The clusters form groups of equal size, and the clusters of a group share their pipeline
         stages. Example: of clusters a, b, c, d in groups of two, a and b hold stages 0 and 1, c and
-        d hold stages 2 and 3. A plan may choose any size of the groups, so the result is the least
-        of the bounds for all sizes. It is 0 (no bound) without a WAN, for clusters of different
-        sizes, and if a stage may lie on parts of clusters.
+        d hold stages 2 and 3. A plan may have groups of any size. So there is a bound for each
+        size, and the least of them is returned.
+
+        The result is 0 (no bound) if plans need not have such groups: without a WAN, if clusters
+        have different numbers of ranks, or if a stage can have a part of a cluster's ranks together
+        with ranks of another cluster.
         """
         if not self.network.wan or len(set(self.cluster_ranks)) > 1:
             return 0.0

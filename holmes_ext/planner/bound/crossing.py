@@ -222,9 +222,9 @@ def blocks_at_most(
 ) -> float:
     """Return the most layers (blocks) whose gradients the links between clusters can carry in time.
 
-    Each link must carry the gradients of the stages that use it. The memory alone would allow the sum
-    of `max_layers`. For each link, the layers of its stages for whose gradients it has no time are
-    subtracted.
+    Without the links, the stages could have the sum of `max_layers`. A link must carry the gradients
+    of the stages that use it. So it has a limit on the layers of these stages together. What
+    `max_layers` exceeds this limit is subtracted, for each link.
 
     Args:
         hops: Links between clusters without a common stage (shared_hops).
@@ -235,11 +235,9 @@ def blocks_at_most(
     """
     total: float = sum(max_layers)
     for hop, hop_s in zip(hops, seconds):
-        # The stages on the link lose the layers whose gradients it cannot carry. Both limits are
-        # numbers of layers: in the time for all reductions, and in the first stage's time.
-        possible = sum(max_layers[stage] for stage in hop.stages)
-        in_hop_time = hop.blocks(hop_s)
-        in_first_stage_time = hop.blocks_beside_first(max_layers, first_s)
-        carried = min(in_hop_time, in_first_stage_time)
-        total -= max(0.0, possible - carried)
+        most_on_stages = sum(max_layers[stage] for stage in hop.stages)
+        limit_of_all = hop.blocks(hop_s)  # in the time for the reductions of all its stages
+        limit_by_first = hop.blocks_beside_first(max_layers, first_s)  # in the first stage's time
+        limit = min(limit_of_all, limit_by_first)
+        total -= max(0.0, most_on_stages - limit)
     return total

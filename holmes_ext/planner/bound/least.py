@@ -89,9 +89,10 @@ class StepLowerBound(PassBounds):
             return
         all_links_s = self.links_before_s[-1]
         for stage in range(self.stage_count):
-            # The first micro-batch's backward pass here ends (the caller adds the time until then).
-            # `pairs` forward passes follow, and a backward pass between each two, before the last
-            # backward pass starts. (Without pairs it is also the first: subtract its duration.)
+            # The caller adds the time until the first micro-batch's backward pass here ends. Between
+            # this pass and the last backward pass, the stage has to do `pairs` forward passes and
+            # pairs - 1 backward passes. (Without pairs, the first backward pass may also be the last;
+            # it starts its own duration before it ends: -1 backward pass.)
             pairs = self.micro_batches - self.warm_up[stage]
             block_s = pairs * self.block_s[stage] - self.backward_s[stage]
             # The first micro-batch goes down over all stage links, and up again to this stage.
@@ -139,15 +140,15 @@ class StepLowerBound(PassBounds):
             reached_s: A step time already reached by another plan. A larger bound is not computed;
                 `reached_s` is returned instead.
         """
-        # `low` is always a lower bound. Doubling and then bisection search for the largest.
         if self.run.virtual > 1:  # interleaved: equally many layers on all stages
             even = uniform(self.layer_count, self.stage_count)
             return interleaved_s(self) if self.fits(even) else inf
         if sum(self.max_layers) < self.layer_count or min(self.max_layers) < 1:  # by memory
             return inf
-        low = self._simple_bound_s()
+        low = self._simple_bound_s()  # from here on always a lower bound
         if low >= reached_s or (reached_s < inf and not self._is_possible(reached_s)):
             return reached_s
+        # Find a possible step time by doubling, then the least possible one by bisection.
         high = min(reached_s, 2 * low)
         while high < reached_s and not self._is_possible(high):
             low = high
@@ -324,16 +325,16 @@ class StepLowerBound(PassBounds):
             update_s: Lower bound on the longest update (optimizer step and weight gather) of any
                 stage, in seconds.
         """
-        # Time from the first of all last backward passes, on the last stage, to the end of the
-        # step.
+        # Time from the first of all last backward passes, on the last stage, to the step's end.
         remaining_s = step_s - self._last_backward_start_s(limits)
         all_links_s = self.links_before_s[-1]
-        # The last backward pass of an earlier stage begins later, by the stage links in between. Of
-        # the stages on a link, the last begins its reduction first: max(stages).
-        hop_remaining_s = [
-            remaining_s - (all_links_s - self.links_before_s[max(hop.stages)])
-            for hop in self.crossing
-        ]
+        hop_remaining_s = []
+        for hop in self.crossing:
+            # Reductions on this link begin on the last of its stages. Its last backward pass begins
+            # later than that of the last stage of all, by the stage links in between.
+            first_to_reduce = max(hop.stages)
+            links_behind_s = all_links_s - self.links_before_s[first_to_reduce]
+            hop_remaining_s.append(remaining_s - links_behind_s)
 
         # The first stage's last backward pass begins later by all stage links. After its reduction
         # the tied embedding's reduction and the update must still fit.
@@ -408,9 +409,10 @@ class StepLowerBound(PassBounds):
         layer_round_trip_s = min(self.layer_round_trip_s[stage], layer_s)
         layer_up_s = min(self.layer_up_s[stage], layer_s - layer_down_s)
         is_last = stage == self.stage_count - 1
-        if layer_down_s + layer_up_s <= layer_round_trip_s or is_last:
-            # Cheaper before: the earlier stages get as many layers as they can hold, besides 1 each.
-            # The later stages get the others.
+        is_cheaper_before = layer_down_s + layer_up_s <= layer_round_trip_s
+        if is_cheaper_before or is_last:
+            # The earlier stages get as many layers as they can hold, besides 1 each. The later
+            # stages get the others.
             before = further if is_last else min(further, layers_before - stage)
             down_s += before * layer_down_s
             up_s += before * layer_up_s
@@ -467,20 +469,23 @@ class StepLowerBound(PassBounds):
         """Return the earliest start of any stage's last backward pass, in seconds of the step.
 
         A last backward pass begins only after all stages have ended their last forward pass. So
-        each stage's own passes give a bound, for the least number of its layers. The sum of
-        `limits` exceeds the model's layers by `spare`. So some stage has at most spare / stages
-        layers fewer than its limit. It may be any stage, so the least of their bounds is returned.
+        each stage that has many layers gives a bound, by its own passes. The sum of `limits`
+        exceeds the model's layers by `spare`. So some stage has at most spare / stages layers fewer
+        than its limit. It may be any stage, so the least of their bounds is returned.
 
         Args:
             limits: For each stage, the largest number of layers that it may have.
         """
         spare = sum(limits) - self.layer_count
+        most_missing = spare // self.stage_count  # from the limit of that stage
         starts_s = []
         # start: least seconds of the stage's own passes, and of messages, linear in its layers
         for stage, start in enumerate(self.last_backward_start):
-            layers = limits[stage]
-            if start.block_s > 0:  # else more layers only lower the bound
-                layers = max(1, limits[stage] - spare // self.stage_count)
+            has_cost_for_layers = start.block_s > 0
+            if has_cost_for_layers:  # fewest layers: least bound
+                layers = max(1, limits[stage] - most_missing)
+            else:  # most layers: least bound
+                layers = limits[stage]
             # The first micro-batch passes all stages down, and those from `stage` on also up.
             first_returns_s = self._least_work_s(limits, backward_from=stage)
             starts_s.append(first_returns_s + start.fixed_s + start.block_s * layers)

@@ -153,41 +153,49 @@ class OrderBounds:
         return cluster_ranks % stage_ranks == 0
 
     def _read_chain(self, chain: Sequence[int]) -> None:
-        """Store the seconds of messages and work that the lower bound of a sample pipeline contains.
+        """Store the costs of the links between clusters, and of the first stage, from a sample pipeline.
 
-        Sets, for the clusters a -> b -> ... -> z of the sample: links[a, b], ... (an activation
-        between neighbours), tied_s[a, z] (all-reduce of the tied embedding), first_stage_end_s[a]
-        (work of the first stage after its last backward pass). inside_s (a micro-batch's work and
-        messages inside clusters) keeps the least of all samples.
+        A sample is a pipeline over all clusters in the order a -> b -> ... -> z. Its lower bound
+        has times by stage. They are stored by cluster, so that below() can estimate other orders:
+
+            links[a, b], ...        an activation between each two neighbouring clusters
+            tied_s[a, z]            all-reduce of the tied embedding, between first and last stage
+            first_stage_end_s[a]    work of the first stage after its last backward pass
+            inside_s                passes and messages of a micro-batch inside clusters: the least
+                                    of all samples, whatever the order
 
         Args:
-            chain: All clusters, in the order in which the sample pipeline passes them.
+            chain: All clusters, in the order of the sample.
         """
         # A group for each cluster: there is a single placement with this order.
         (placement,) = self.orders.placements_of(self.sizes, tuple((cluster,) for cluster in chain))
         bound = self.bound_of(placement)
-        stages_per_cluster = bound.stage_count // len(chain)
-
-        # Last stages of all clusters but the last cluster: their stage links leave the cluster.
-        borders = range(stages_per_cluster - 1, bound.stage_count - 1, stages_per_cluster)
-        # interval_s: least seconds between messages that follow each other on the stage link
-        for pair, stage in zip(zip(chain, chain[1:]), borders):
-            self.links[pair] = _ClusterLink(bound.stage_links_s[stage], bound.interval_s[stage])
+        self.micro_batches = bound.micro_batches
         first = chain[0]
-        tied_s = bound.tied_s[0]
-        self.tied_s[first, chain[-1]] = tied_s
+        last = chain[-1]
 
-        # bound.first_stage_end_s(): least seconds from the first stage's last backward pass to the
-        # end of the step. It includes the tied embedding's all-reduce. This part depends on the last
-        # cluster, too, so it is subtracted here and stored separately.
+        # A stage's link leads to the next stage. It leaves the cluster on the cluster's last stage;
+        # the last cluster has no such link.
+        stages_per_cluster = bound.stage_count // len(chain)
+        border_stages = range(stages_per_cluster - 1, bound.stage_count - 1, stages_per_cluster)
+        for source, target, stage in zip(chain, chain[1:], border_stages):
+            self.links[source, target] = _ClusterLink(
+                bound.stage_links_s[stage],
+                bound.interval_s[stage],  # least seconds between two messages on the link
+            )
+
+        # first_stage_end_s() includes the tied embedding's all-reduce. This depends on the last
+        # cluster, too, so it is stored separately.
+        tied_s = bound.tied_s[0]
+        self.tied_s[first, last] = tied_s
         first_end_s = bound.first_stage_end_s() - tied_s
         self.first_stage_end_s[first] = min(self.first_stage_end_s[first], first_end_s)
-        self.micro_batches = bound.micro_batches
-        compute_s = bound.layer_count * min(bound.block_s)
-        border_links_s = sum(bound.stage_links_s[stage] for stage in borders)
-        inside_links_s = sum(bound.stage_links_s) - border_links_s
 
-        # An activation passes each link, and its gradient comes back.
+        # A micro-batch takes no less than if all layers were on the fastest stage (block_s has the
+        # forward and the backward pass). An activation and a gradient pass each link in a cluster.
+        compute_s = bound.layer_count * min(bound.block_s)
+        border_links_s = sum(bound.stage_links_s[stage] for stage in border_stages)
+        inside_links_s = sum(bound.stage_links_s) - border_links_s
         self.inside_s = min(self.inside_s, compute_s + 2 * inside_links_s)
 
     def below(self, best_s: float) -> OrderSearch:

@@ -101,31 +101,29 @@ class PassBounds(StageBounds):
         """Return the earliest end of each stage's last backward pass, in seconds of the step.
 
         All activations pass the slowest stage link in sequence, `interval_s` seconds apart. Then
-        the gradient of the last activation comes back from the last stage to this stage. How many
-        layers this stage has in its last backward pass is not known, so the result does not include
-        their time: the caller adds it.
+        the gradient of the last activation comes back from the last stage to this stage. The number
+        of layers of this stage is not known. So the result does not include the backward passes of
+        its layers: the caller adds them.
         """
-        # down_s[-1], up_s[-1], links_before_s[-1]: sums over all stages, with 1 layer on each.
-        further_layers = self.layer_count - self.stage_count  # besides 1 on each stage
-        first_activation_down_s = (
-            self.down_s[-1] + further_layers * min(self.forward_s) + self.links_before_s[-1]
-        )
-        last_gradient_at_first_s = first_activation_down_s + (
-            (self.micro_batches - 1) * max(self.interval_s, default=0.0)  # the slowest stage link
-            + self.links_before_s[-1]
-            + self.up_s[-1]
-        )
+        # The last item of these lists is the sum over all stages, with 1 layer on each.
+        all_forward_s = self.down_s[-1]
+        all_backward_s = self.up_s[-1]
+        all_links_s = self.links_before_s[-1]
 
-        # The gradient reaches a stage earlier than it leaves the first stage. Subtract the way in
-        # between: links and backward passes (up_s) of the stages before. Also subtract the backward
-        # pass of this stage's single layer, as the caller adds those of all its layers.
-        return [
-            last_gradient_at_first_s
-            - self.links_before_s[stage]
-            - self.up_s[stage]
-            - self.backward_s[stage]
-            for stage in range(self.stage_count)
-        ]
+        # The first activation reaches the last stage, after the forward passes of all layers.
+        further_layers = self.layer_count - self.stage_count  # besides 1 on each stage
+        further_forward_s = further_layers * min(self.forward_s)
+        first_activation_down_s = all_forward_s + further_forward_s + all_links_s
+        # The other activations follow. The gradient of the last passes all stages back to the first.
+        others_down_s = (self.micro_batches - 1) * max(self.interval_s, default=0.0)
+        first_stage_end_s = first_activation_down_s + (others_down_s + all_links_s + all_backward_s)
+
+        ends_s = []
+        for stage in range(self.stage_count):
+            # Without the way from this stage to the first stage, and without this stage's own layer.
+            end_s = first_stage_end_s - self.links_before_s[stage] - self.up_s[stage]
+            ends_s.append(end_s - self.backward_s[stage])
+        return ends_s
 
     def _blocked_up_s(self, stage: int) -> float:
         """Return the seconds for which sending a gradient to the previous stage blocks a stage's passes."""
@@ -168,40 +166,41 @@ class PassBounds(StageBounds):
         pair_s = layers * self.block_s[stage] + self.extra_s[stage]  # a forward and a backward pass
 
         # A single round trip: the first backward pass waits for that of the first micro-batch.
-        # Meanwhile the stage computes only warm_up - 1 forward passes: the trip hides them. The terms:
-        #   all passes
-        #   less the forward passes that the trip hides
-        #   after the warm-up, each pair of passes sends an activation and a gradient
-        #   at the end, warm_up backward passes are left: each sends a gradient, and all of these
-        #   sends but the last delay a later pass
-        one_trip_s = (
-            micro_batches * pair_s
-            - (warm_up - 1) * forward_s
-            + (micro_batches - warm_up) * blocked_both_s
-            + (warm_up - 1) * blocked_up_s
-        )
+        # Meanwhile the stage computes only warm_up - 1 forward passes.
+        hidden_s = (warm_up - 1) * forward_s  # by the round trip
+        # After the warm-up, each pair of passes sends an activation and a gradient. At the end,
+        # warm_up backward passes are left. Each sends a gradient; the last delays no other pass.
+        sends_of_pairs_s = (micro_batches - warm_up) * blocked_both_s
+        sends_at_end_s = (warm_up - 1) * blocked_up_s
+        one_trip_s = micro_batches * pair_s - hidden_s + sends_of_pairs_s + sends_at_end_s
 
         def in_rounds(rounds: int) -> float:
             """Return the seconds if the last `rounds` * `warm_up` micro-batches come in rounds.
 
             A pair is a forward and a backward pass of this stage. A micro-batch begins only when
-            the backward pass of the micro-batch `warm_up` before it has ended. So a round takes a
-            pair and a round trip. Before the rounds come the first micro-batch, with a pair and a
-            trip, and the pairs of the micro-batches that belong to no round. The round trips are
-            not in the result.
+            the backward pass of the micro-batch `warm_up` before it has ended. So of a round, only a
+            pair and a round trip are certain to follow each other. The result has three parts,
+            without the round trips:
+
+                first micro-batch                a pair, and a round trip
+                micro-batches in no round        a pair each, and the sends between two pairs
+                each round                       a pair, and a round trip
             """
-            pairs_before = micro_batches - 1 - rounds * warm_up  # micro-batches in no round
-            pairs = 1 + pairs_before + rounds
-            # Between two of the pairs before the rounds, the stage sends an activation and a
-            # gradient; this may block it.
-            sends_between = max(0, pairs_before - 1)
+            in_no_round = micro_batches - 1 - rounds * warm_up
+            pairs = 1 + in_no_round + rounds
+            # Sending an activation and a gradient may block the stage.
+            sends_between = max(0, in_no_round - 1)
             return pairs * pair_s + sends_between * blocked_both_s
 
-        # The time is linear in the number of rounds: the fewest and the most give the largest
-        # bounds.
+        # The time is linear in the number of rounds, so no other number than the fewest and the
+        # most can give a larger bound.
         max_rounds = (micro_batches - 1) // warm_up
-        two_trips_s = in_rounds(1) if max_rounds else -inf
-        many_trips_s = in_rounds(max_rounds) if max_rounds > 1 else two_trips_s
+        if max_rounds == 0:
+            two_trips_s = -inf  # no round, no bound
+            many_trips_s = -inf
+        else:
+            two_trips_s = in_rounds(1)
+            many_trips_s = in_rounds(max_rounds)
         return PassTimes(one_trip_s, two_trips_s, many_trips_s, max_rounds)
 
     def _warm_up_with(self, stage: int, layers: int) -> int:

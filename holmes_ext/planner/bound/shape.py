@@ -273,7 +273,8 @@ class ShapeBound:
     def _block_times(self, node_type: int) -> _BlockTimes:
         """Return the times of a transformer layer (block) on a pipeline stage that lies inside a cluster.
 
-        The times include the layer's tensor, context and expert parallel collectives.
+        The times include the layer's tensor, context and expert parallel collectives. They are the
+        same on every stage of the cluster.
 
         Args:
             node_type: Number of the cluster (the network numbers node types; here each is a cluster).
@@ -284,18 +285,21 @@ class ShapeBound:
         def collective_s() -> float:
             """Return the seconds of a block's tensor, context and expert parallel collectives.
 
-            Forward and backward pass together. The seconds depend on the nodes of a single stage.
-            So they are priced on the smallest placement with a stage of `stage_ranks` ranks in the
-            cluster `node_type`: this stage alone, or the stages that share its node.
+            They are for a forward and a backward pass. They depend only on the nodes of the stage. So
+            they are priced on the smallest placement that has such a stage in this cluster.
             """
-            processes = self.network.widths[node_type]
-            stages = max(1, processes // self.stage_ranks)
-            nodes = max(1, self.stage_ranks // processes)
+            ranks_per_node = self.network.widths[node_type]
+            if self.stage_ranks >= ranks_per_node:  # a single stage on whole nodes
+                stages = 1
+                nodes = self.stage_ranks // ranks_per_node
+            else:  # a node with several stages
+                stages = ranks_per_node // self.stage_ranks
+                nodes = 1
             sizes = replace(self.sizes, pipeline=stages)
-            placement = Placement(sizes, processes, node_runs=((node_type, nodes),))
-            # fold(): the nodes of stage 0 in a compact form; the cost model prices this form
-            fold, (stage,) = self.prices.fold(placement, 0)
-            return self.prices.collective_s(fold, stage)
+            placement = Placement(sizes, ranks_per_node, node_runs=((node_type, nodes),))
+            # The cost model prices a compact form of the placement, with a number for stage 0 in it.
+            fold, (folded_stage,) = self.prices.fold(placement, 0)
+            return self.prices.collective_s(fold, folded_stage)
 
         group_sizes = (self.shape.tensor, self.shape.context, self.shape.expert)
         collective_bytes = (block.tensor_bytes, block.context_bytes, block.expert_bytes)

@@ -1,15 +1,14 @@
 """Lower bounds on the work of each pipeline stage: messages, reductions, optimizer.
 
-A placement fixes which nodes hold which stage; the number of layers of each stage is still open.
-Every value here holds for each number of layers, so the bounds on the step time (least.py,
-chunks.py) can rest on it.
+A placement fixes which nodes hold which stage, but not how many layers each stage has. So a bound is
+either independent of the number of layers, or a linear function of it (LinearCost). least.py and
+chunks.py compute bounds on the step time from them.
 
-A stage link is the connection between a stage and the next: activations are sent over it, and their
-gradients come back.
-
-A Fold (plan/placement.py) is a compact form of some stages' nodes: it keeps a representative of each
-set of equal ranks. A pipeline consists of the ranks with the same index in each stage; pipelines on
-equal nodes form a class, and equal groups of a stage are a family.
+    stage link        connection of a stage to the next: activations there, gradients back
+    pipeline          the ranks with the same index in each stage
+    pipeline class    all pipelines on equal nodes
+    family            all data-parallel groups of a stage on equal nodes
+    Fold              compact form of the nodes of some stages (plan/placement.py)
 
 Other traffic on the same NIC or link could only make a stage slower. So a bound counts the messages
 of a single pipeline class, or the reductions of a single stage.
@@ -76,8 +75,7 @@ class StageBounds:
         self.stage_count = costs.stages
         self.layer_count = costs.blocks
         self.micro_batches = costs.micro_batches
-        #: Seconds of a block, and of the embedding (first stage) and the output layer (last
-        #: stage).
+        #: Seconds of a block, and of embedding (on the first) and output layer (on the last stage).
         self.forward_s, self.extra_forward_s = _block_and_extra(costs.forward_s)
         self.backward_s, self.extra_backward_s = _block_and_extra(costs.backward_s)
         self.block_s = [f + b for f, b in zip(self.forward_s, self.backward_s)]
@@ -122,8 +120,10 @@ class StageBounds:
 
     def _bound_messages(self) -> None:
         """Compute lower bounds on the times of the messages between stages, as attributes."""
-        #: Sends do not block, and stages begin so many micro-batches that passes hide the messages.
-        self.async_stage_links = self.costs.link_load_s is not None
+        # link_load_s (times of holmes's schedule) is None if the framework's own schedule runs.
+        has_framework_schedule = self.costs.link_load_s is None
+        #: holmes's schedule: sends do not block, and enough micro-batches begin to hide messages.
+        self.async_stage_links = not has_framework_schedule
         #: Index, among the ranks of a stage, of the ranks whose pipeline has the slowest messages.
         self.slowest_rank_index, messages = slowest_messages(
             self.prices, self.placement, self.stage_count
@@ -137,7 +137,7 @@ class StageBounds:
         self.interval_s = [message.interval_s for message in to_next_stage]
 
         # POSTED: the framework itself sends without waiting for the receiver.
-        sends_block = not self.async_stage_links and self.run.engine.sends != POSTED
+        sends_block = has_framework_schedule and self.run.engine.sends != POSTED
         #: Seconds for which a send blocks the stage.
         self.sender_blocked_s = [0.0] * len(to_next_stage)
         if sends_block:
@@ -146,12 +146,13 @@ class StageBounds:
         self.warm_up = [min(depth, self.micro_batches) for depth in self._max_warm_up()]
         #: Seconds for which a micro-batch's messages occupy the stage's NIC.
         self.nic_busy_s = self._nic_busy_s(messages)
-        #: The same if the reduction uses that NIC, too (AfterBackward.shared_nic_block_s); else 0.
-        self.shared_nic_busy_s = []
-        for stage, (busy_s, message) in enumerate(zip(self.nic_busy_s, messages)):
-            # Each fabric has its own NICs, and shared_nic_block_s is for those of this fabric.
-            is_shared = message.fabric == self._fabric_inside_cluster(stage)
-            self.shared_nic_busy_s.append(busy_s if is_shared else 0.0)
+        #: The same, but 0 unless this is the NIC of AfterBackward.shared_nic_block_s. (The NIC then
+        #: sends the messages and the stage's gradient reduction, so both times may be added.)
+        self.shared_nic_busy_s = [0.0] * self.stage_count
+        for stage, message in enumerate(messages):
+            is_same_nic = message.fabric == self._fabric_inside_cluster(stage)
+            if is_same_nic:  # each fabric has its own NICs
+                self.shared_nic_busy_s[stage] = self.nic_busy_s[stage]
 
     def _bound_reductions(self) -> None:
         """Compute lower bounds on each stage's work after its last backward pass, as attributes."""
@@ -199,8 +200,7 @@ class StageBounds:
             nics=self.costs.shared_nic_stages,
             busy_s=mean_stage_s,
         )
-        # A pace is the seconds between two micro-batches: the slowest of computation and stage
-        # links.
+        # A pace is the seconds between two micro-batches: the slowest of computation and links.
         paces = [(links_s, max(mean_stage_s, *loads_s)) for links_s, loads_s in (exclusive, shared)]
         for stage in reversed(range(self.stage_count - 1)):
             # A micro-batch uses the stage link twice, as activation and as gradient. In this time

@@ -128,20 +128,25 @@ def _first_rank(plan: Plan, cluster: str) -> int:
     raise AssertionError(f"the plan has no node of cluster {cluster}")
 
 
-def _ranks_of_places(far: tuple[tuple[float, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Group the ranks between which a token costs nothing, such as the ranks of a node.
+def _ranks_of_places(costs: tuple[tuple[float, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Divide the ranks into places: sets of ranks between which sending a token costs nothing.
 
-    All ranks of a place have the same cost to every other rank.
+    A place is usually a node. Only ranks with the same cost to every rank share a place. A rank that
+    shares with no other rank is a place of its own.
 
     Args:
-        far: [from rank][to rank] cost of a token.
+        costs: [from rank][to rank] cost of sending a token.
+
+    Returns:
+        The ranks of each place.
     """
     ranks_of_row: dict[tuple[float, ...], list[int]] = {}
-    for rank, row in enumerate(far):
+    for rank, row in enumerate(costs):
         ranks_of_row.setdefault(row, []).append(rank)
     places: list[tuple[int, ...]] = []
     for ranks in ranks_of_row.values():
-        if all(far[ranks[0]][peer] == 0 for peer in ranks):
+        is_free_inside = all(costs[ranks[0]][peer] == 0 for peer in ranks)
+        if is_free_inside:
             places.append(tuple(ranks))
         else:
             places += [(rank,) for rank in ranks]

@@ -281,20 +281,20 @@ class _Problem:
             name: IDENTITY, EPLB or PLACED.
             experts_of: Rank -> experts.
         """
-        np = self.np
         # A table by pairs of experts has each token twice: in the rows of both of its experts.
-        pairs_per_token = 1 if self.by_rank else 2
-        tokens = float(self.table.sum()) / pairs_per_token or 1.0
+        entries_per_token = 1 if self.by_rank else 2
+        tokens = float(self.table.sum()) / entries_per_token or 1.0
+        # For total(), [from rank, to rank]: part of these tokens that cross clusters, or leave a node.
+        crosses, moves = map(self.np.array, (self.places.crossing, self.places.moving))
         ranks = sorted(experts_of)
-        loads = [self.load[experts_of[rank]].sum() for rank in ranks]
+        loads = [self.load[experts_of[rank]].sum() for rank in ranks]  # tokens of each rank
         mean_load = self.load.sum() / len(loads) or 1.0
         return Placed(
             name=name,
             order=tuple(int(expert) for rank in ranks for expert in experts_of[rank]),
-            # total(): sum over all tokens of a value [from rank, to rank]
             cost=self.total(experts_of, self.rank_cost),
-            crossing=float(self.total(experts_of, np.array(self.places.crossing)) / tokens),
-            moving=float(self.total(experts_of, np.array(self.places.moving)) / tokens),
+            crossing=self.total(experts_of, crosses) / tokens,
+            moving=self.total(experts_of, moves) / tokens,
             fullest=float(max(loads) / mean_load),
         )
 

@@ -105,7 +105,7 @@ def _row(tag: str, cells: Sequence[str], classes: Sequence[str], is_bold: bool =
 
 
 def command(text: str) -> str:
-    """Return text to copy: a click selects all of it, and lines never break within a flag."""
+    """Return the HTML of a command to copy: a click selects all of it, and no line breaks within a flag."""
     return "<pre>" + re.sub(r"--\S+", r"<span>\g<0></span>", html.escape(text)) + "</pre>"
 
 

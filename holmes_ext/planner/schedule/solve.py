@@ -213,8 +213,8 @@ class _LocalSearch:
     def _as_pass_order(self, orders: Sequence[Sequence[OnePass]]) -> PassOrder:
         """Convert the passes of each stage into a PassOrder.
 
-        If sends and receives need one order on both ends, the passes are changed to have such an
-        order.
+        With NCCL (`one_order`), two neighbouring stages must launch their messages in the same order.
+        If the given passes do not allow this, other passes are returned that do.
 
         Args:
             orders: For each stage its passes in order: (letter, micro-batch). F is a forward pass,

@@ -96,7 +96,10 @@ def times(result: SearchResult, candidate: Candidate) -> dict[str, float]:
 
 
 def _step_and_reduction(result: SearchResult, candidate: Candidate) -> dict[str, float]:
-    """Return the seconds of a plan's step, and of its longest gradient reduction on a stage, by name."""
+    """Return the seconds of a plan's step ("step_seconds") and reduction ("reduction_seconds").
+
+    The reduction is that of the stage whose gradient reduction takes longest.
+    """
     reduction_s = estimate(result.costs(candidate), candidate.split).reduction_s
     return {"step_seconds": candidate.step_s, "reduction_seconds": max(reduction_s)}
 

@@ -280,20 +280,23 @@ class Evaluator:
                 simulated[split] = with_flight(result, timed)
             return simulated[split].simulated_s if split in simulated else inf
 
-        ends_late = time.monotonic() + step_passes * self.pass_s > self.end
-        if step_passes > MAX_PASSES or ends_late:
+        # pass_s: the longest simulation so far, in seconds for each pass
+        would_end_late = time.monotonic() + step_passes * self.pass_s > self.end
+        if step_passes > MAX_PASSES or would_end_late:
             return Outcome(items=[], candidates=[], remaining_s=bound_s)
-        if shape.virtual > 1 or shape.pipeline == 1:
+        has_single_split = shape.virtual > 1 or shape.pipeline == 1
+        if has_single_split:
             seconds_of(uniform(stages.layer_count, stages.stage_count))  # adds it to `simulated`
             return Outcome(items=[], candidates=[*simulated.values()], remaining_s=inf)
 
-        # item.split has the placement's lower bound (_tighten()).
+        # item.split has the placement's lower bound (_tighten()). A split is () if none was found.
         splits = (self.balanced_split(stages), self.good_split(stages), item.split)
-        fastest = min(filter(None, splits), key=seconds_of)  # () is no split
-        if seconds_of(fastest) < best_s * NEAR:
+        fastest = min(filter(None, splits), key=seconds_of)
+        is_near_best = seconds_of(fastest) < best_s * NEAR
+        if is_near_best:
+            # A local search moves single blocks. It calls seconds_of() for each split that it tries,
+            # so each becomes a plan in `simulated`.
             max_tries = min(MAX_MOVES, MAX_MOVED_PASSES // step_passes)
-            # A local search moves single blocks. It calls seconds_of() for each split that it tries.
-            # The call adds the plan to `simulated`.
             improved(fastest, seconds_of, lambda split: _moves(stages, split), max_tries)
         return Outcome(items=[], candidates=[*simulated.values()], remaining_s=bound_s)
 

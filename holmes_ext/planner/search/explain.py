@@ -244,7 +244,7 @@ def _slow_layer_reason(
         return
     prices = result.prices(candidate.shape)
 
-    # fold(): the stage in a smaller placement with the same costs; many placements share it.
+    # collective_s() needs the stage in a compact form of the placement, with the same costs.
     fold, (folded_stage,) = prices.fold(candidate.placement, stage)
     collective_share = prices.collective_s(fold, folded_stage) / stage_layer_s
     collectives = ""

@@ -342,26 +342,36 @@ class SearchResult:
     def stock(
         self, shape: Shape, split: Sequence[int] = (), order: str = DEFAULT_ORDER
     ) -> tuple[SearchResult, Candidate]:
-        """Return the request for the job without holmes ("stock"), and the job's plan for a shape.
+        """Return a plan of the job without holmes ("stock"), and a SearchResult that prices such plans.
 
         The ranks are in the launcher's order, all traffic uses the network that all nodes share,
         and reductions overlap as in the framework.
 
         Args:
-            shape: Parallel sizes, micro-batch, recomputation and ZeRO stage.
+            shape: Parallel sizes, micro-batch, recomputation and ZeRO stage of the plan.
             split: Layers of each stage; () for the same number on every stage.
             order: Order of the parallel axes in the ranks.
+
+        Returns:
+            A copy of this object with the stock network and rules, and the plan.
         """
         site = self.network.site
         links = self.network.links
         network = self.network.remember("stock", lambda: Network(site, links, stock_fabric(site)))
-        rules = replace(self.rules, overlap=self.stock_overlap == "on", hide_stage_links=False)
+        # stock_overlap is "off", "first" (only the first stage overlaps) or "on". The closed form
+        # (rules) can only be on or off for all stages, the simulation (overlap) can be all three.
+        rules = replace(
+            self.rules,
+            overlap=self.stock_overlap == "on",
+            hide_stage_links=False,  # as many micro-batches in flight as in the framework's schedule
+        )
         stock = replace(self, network=network, rules=rules, overlap=self.stock_overlap)
-        placement = launched(network, shape.sizes(order).complete(network.world))
+        sizes = shape.sizes(order).complete(network.world)  # with the data size
+        placement = launched(network, sizes)  # nodes in the launcher's order
         layers = split or uniform(self.model.layers, shape.pipeline)
         return stock, stock.candidate(shape, placement, layers)
 
-    def with_known(self, candidate: Candidate) -> SearchResult:
+    def with_best_if_faster(self, candidate: Candidate) -> SearchResult:
         """Make `candidate` the best plan of the result, if it is faster than the plans found.
 
         The candidate does not come from the search: it is the user's own layout, for example, with a

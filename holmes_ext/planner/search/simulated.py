@@ -175,14 +175,15 @@ def with_flight(result: SearchResult, candidate: Candidate) -> Candidate:
     return replace(candidate, in_flight=warm_up, memory_bytes=memory_bytes)
 
 
-def step_without(result: SearchResult, candidate: Candidate) -> float:
+def framework_schedule_s(result: SearchResult, candidate: Candidate) -> float:
     """Return the step time of a candidate under the framework's pipeline schedule, in seconds.
 
     A candidate may have a schedule of its own: it begins more micro-batches early than the framework
-    does, or has a written order of passes. The result shows what the candidate's schedule gains.
+    does, or has a written order of passes. The difference from its step time is what this gains.
 
-    A simulation computes the result if the candidate was simulated, too. The closed form computes it
-    if not, or if the deadline of simulations_until() passes.
+    The result is simulated if the candidate's own step time is. Otherwise it comes from the closed
+    form, a formula for the step time (estimate()). The same formula is used if the simulation does
+    not end before the deadline that the caller has set with simulations_until().
     """
     if candidate.simulated_s:
         with suppress(TimeIsOver):

@@ -161,7 +161,7 @@ class Sketch:
         if simulate and not result.interrupted:
             result = simulate_first(result, rows=self.rows, end=simulation_end)
         if layout is not None:
-            result = result.with_known(layout)
+            result = result.with_best_if_faster(layout)
         return result
 
     def _bound_shapes(self, end: float) -> None:
@@ -189,7 +189,8 @@ class Sketch:
         fitting = 0  # examined shapes whose layers fit the memory
         floor_end = time.monotonic() + FLOOR_S
         for number, shape in enumerate(mixed):
-            deadline = end if fitting >= MIN_RANKED else max(end, floor_end)
+            has_enough = fitting >= MIN_RANKED
+            deadline = end if has_enough else max(end, floor_end)
             if fitting and time.monotonic() > deadline:
                 # No bounds for the others: computation on all GPUs is a bound for every shape.
                 result.unbounded_s = result.computing_s
@@ -210,10 +211,10 @@ class Sketch:
     def _rank_shapes(self, end: float, progress: Progress | None) -> None:
         """Add the best plan of each shape to the candidates, by the closed form, until `end`.
 
-        A shape is the parallel sizes and further settings. MIN_RANKED shapes are examined even if
-        the time is over, as far as that takes FLOOR_S seconds. With a WAN, also stop after PATIENCE
-        shapes without a better plan. Shapes that cannot be faster than the best plan are left out,
-        once there are candidates for all rows of the table.
+        A shape is the parallel sizes and further settings. If `end` is near or over, the first
+        MIN_RANKED shapes may still take FLOOR_S seconds from the call. With a WAN, also stop after
+        PATIENCE shapes without a better plan. Once there are candidates for all rows of the table,
+        shapes that cannot be faster than the best plan are left out.
 
         Args:
             end: Moment of time.monotonic() at which to stop.
@@ -231,7 +232,8 @@ class Sketch:
                 continue
             if result.candidates and without_gain > patience:
                 break
-            deadline = end if ranked >= MIN_RANKED else max(end, floor_end)
+            is_among_first = ranked < MIN_RANKED
+            deadline = max(end, floor_end) if is_among_first else end
             if result.candidates and time.monotonic() > deadline:
                 result.skipped += sum(map(self._may_be_faster, ordered[number:]))
                 break
@@ -243,8 +245,10 @@ class Sketch:
             else:
                 without_gain += 1
             if progress and number % PROGRESS_EVERY == 0:
-                gap = 1.0  # no step was simulated yet
-                progress(number, len(result.ideals) - number, self.best_s, gap)
+                # The largest gap, 100 %: it is known only when steps have been simulated.
+                optimality_gap = 1.0
+                shapes_left = len(result.ideals) - number
+                progress(number, shapes_left, self.best_s, optimality_gap)
 
     def _may_be_faster(self, shape: Shape) -> bool:
         """Return whether the lower bound of a shape is below the best step so far."""
@@ -298,10 +302,12 @@ class Sketch:
                 if best and best is not fastest and best.step_s < limit_s:
                     chosen.append(best)
         result.pruned += len(placed) - len(chosen)
-        for step_s, _, split, stages in chosen:
-            if step_s < NEAR * self.best_s:
-                split = self.evaluator.good_split(stages)  # by a local search; this takes longer
-            candidate = result.candidate(shape, stages.placement, split)
+        for entry in chosen:
+            split = entry.split  # balanced: every stage computes about equally long
+            is_near_best = entry.step_s < NEAR * self.best_s
+            if is_near_best:
+                split = self.evaluator.good_split(entry.stages)  # by a local search; takes longer
+            candidate = result.candidate(shape, entry.stages.placement, split)
             result.candidates.append(candidate)
             self.best_s = min(self.best_s, candidate.formula_s)
 

@@ -85,6 +85,25 @@ def _may_gain(result: SearchResult, shape: Shape) -> bool:
     return bound.computing_s() < result.best.step_s
 
 
+def _can_spread(candidate: Candidate, network: Network, blocks: Blocks) -> bool:
+    """Return whether blocks of nodes can be exchanged between the stages of a candidate.
+
+    Each stage must consist of whole blocks. Tensor and context parallel groups must lie inside nodes,
+    or their traffic would cross between clusters, too.
+    """
+    shape = candidate.shape
+    stage_ranks = network.world // shape.pipeline
+    has_nodes_for_itself = candidate.placement.stages_per_component <= 1  # no stages on its nodes
+    has_whole_blocks = stage_ranks % blocks.ranks == 0
+    has_groups_inside = network.processes % (shape.tensor * shape.context) == 0
+    return (
+        has_nodes_for_itself
+        and has_whole_blocks
+        and has_groups_inside
+        and blocks.has_only_whole_blocks  # no node is left over
+    )
+
+
 def _spread_nodes(result: SearchResult, candidate: Candidate) -> Candidate | None:
     """Return a candidate with its nodes spread over the stages so that less traffic crosses clusters.
 
@@ -100,15 +119,7 @@ def _spread_nodes(result: SearchResult, candidate: Candidate) -> Candidate | Non
     shape = candidate.shape
     job = result.prices(shape).job
     blocks = Blocks(network, network.node_type_of)
-    stage_ranks = network.world // shape.pipeline
-
-    # Number of neighbouring stages that share nodes.
-    stages_per_component = candidate.placement.stages_per_component
-    has_whole_blocks = stage_ranks % blocks.ranks == 0 and stages_per_component <= 1
-
-    # Tensor and context parallel groups must lie inside nodes, or their traffic would cross, too.
-    has_groups_inside = network.processes % (shape.tensor * shape.context) == 0
-    if not has_whole_blocks or not has_groups_inside or not blocks.has_only_whole_blocks:
+    if not _can_spread(candidate, network, blocks):
         return None
 
     # Activations that a block sends to the next stage in a step. The tensor parallel ranks share out
@@ -134,10 +145,12 @@ def _spread_nodes(result: SearchResult, candidate: Candidate) -> Candidate | Non
         len(names) // blocks.nodes[cluster] for cluster, names in enumerate(network.names)
     ]
 
-    # The best arrangement (for each stage, the cluster of every block) and its crossing.seconds,
-    # by a local search that begins with the clusters in the order `chain`.
+    # An arrangement is, for each stage, the cluster of every block. A local search looks for the one
+    # with the least crossing.seconds(). It begins with the clusters in the order `chain`.
     stages, seconds = spread(blocks_of_clusters, shape.pipeline, crossing.seconds, MAX_TRIES, chain)
-    if seconds >= crossing.seconds(current) * (1 - EQUAL):  # no less traffic than the candidate
+    current_seconds = crossing.seconds(current)
+    has_less_traffic = seconds < current_seconds * (1 - EQUAL)
+    if not has_less_traffic:
         return None
 
     # laid(): the placement of blocks with this arrangement; most blocks send inside their cluster.

@@ -47,6 +47,7 @@ def _compute_causes(result: SearchResult, candidate: Candidate) -> dict[str, flo
     stages = candidate.placement.stages  # an entry a stage: the clusters whose nodes it has
     stage_count = len(stages)
     if candidate.simulated_s:
+        # folded_causes(): simulates the step, and sets all causes but "collectives"
         seconds |= folded_causes(job_of(result, candidate), candidate.simulated_s)
     else:
         step = estimate(result.costs(candidate), candidate.split)
@@ -70,7 +71,7 @@ def _collectives_s(result: SearchResult, candidate: Candidate) -> float:
     prices = result.prices(candidate.shape)
     total_s = 0.0
     for stage, layers in enumerate(candidate.split):
-        # fold(): the stage in a smaller placement with the same costs; many placements share it.
+        # collective_s() needs the stage in a compact form of the placement, with the same costs.
         fold, (folded_stage,) = prices.fold(candidate.placement, stage)
         total_s += layers * prices.collective_s(fold, folded_stage)
     return total_s
@@ -84,24 +85,24 @@ class _StepTimeByCause(NamedTuple):
 
 
 def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
-    """Return the seconds of a step by cause, for the best plan and the plans to compare with.
+    """Return the seconds of a step by cause (a key of CAUSES), for each of these plans.
 
-    If the best plan was simulated, simulations give these seconds. If it was not, or if the deadline of
-    simulations_until() passes, the closed form gives them, a formula for the step time (estimate()).
+        "holmes"    the best plan
+        "yours"     the user's layout, if there is one and it is not the best plan
+        "stock"     the job without holmes, with the sizes of the user's layout or else of the best plan
 
-    Returns:
-        "holmes" (the best plan), "yours" (the user's layout, if it is another plan) and "stock" (the job
-        without holmes, in the user's layout if there is one, else with the best plan's sizes) ->
-        cause (a key of CAUSES) -> seconds.
+    The seconds are simulated if the best plan was simulated and the time limit of the caller
+    (simulations_until()) leaves time for it. Else they come from the closed form, a formula for the
+    step time (estimate()).
     """
     return _remembered_reasons(result).by_plan
 
 
 def are_reasons_simulated(result: SearchResult) -> bool:
-    """Return whether simulations give the seconds by cause that reasons() returns.
+    """Return whether the seconds of reasons() are simulated; False: they come from the closed form.
 
-    False: the closed form gives them, a formula for the step time. The best plan was not simulated,
-    or the time was too short for the simulations.
+    reasons() divides a step's time by cause. The closed form is a formula for the step time. It is
+    used if the best plan was not simulated, or if the time was too short to simulate its causes.
     """
     return _remembered_reasons(result).are_simulated
 
@@ -131,38 +132,25 @@ def _remembered_reasons(result: SearchResult) -> _StepTimeByCause:
 def _reasons_of(
     result: SearchResult, best: Candidate, layout: Candidate | None
 ) -> _StepTimeByCause:
-    """Compute the seconds of a step by cause, for the best plan, the user's layout and the stock job.
-
-    Args:
-        result: The search.
-        best: The best plan. Its seconds are simulated if its step was.
-        layout: The user's layout; None if there is none, or if it is the best plan.
-    """
-    by_plan = _causes_by_plan(result, best, layout)
-    return _StepTimeByCause(by_plan, are_simulated=bool(best.simulated_s))
-
-
-def _causes_by_plan(
-    result: SearchResult, best: Candidate, layout: Candidate | None
-) -> dict[str, dict[str, float]]:
-    """Return the seconds of a step by cause: plan -> cause (a key of CAUSES) -> seconds.
+    """Compute the seconds of a step by cause, for the best plan and the plans to compare with.
 
     Args:
         result: The search.
         best: The best plan: "holmes" in the result.
-        layout: The user's layout: "yours" in the result. None if there is no layout, or if it is the
-            best plan.
+        layout: The user's layout: "yours" in the result. None if there is none, or if it is the best
+            plan.
 
     Returns:
         "stock", too: the job without holmes, with the sizes of the layout or else of the best plan.
+        The seconds are simulated if the best plan was.
     """
     by_plan = {"holmes": causes(result, best)}
     if layout is not None:
         by_plan["yours"] = causes(result, layout)
     # The job without holmes is on another network, so it has a search result of its own.
-    stock_request, stock_plan = stock_like(result, layout or best)
-    by_plan["stock"] = causes(stock_request, stock_plan)
-    return by_plan
+    stock_result, stock_plan = stock_like(result, layout or best)
+    by_plan["stock"] = causes(stock_result, stock_plan)
+    return _StepTimeByCause(by_plan, are_simulated=bool(best.simulated_s))
 
 
 def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult, Candidate]:

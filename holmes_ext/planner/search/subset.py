@@ -485,7 +485,10 @@ def _fill_clusters(idle: Counts, count: int, order: Sequence[int], multiple: int
 
 
 def _of_two_clusters(idle: Counts, count: int) -> Iterator[Counts]:
-    """Yield all subsets of at most two clusters; more clusters are seldom better."""
+    """Yield every choice of `count` idle nodes from at most two clusters, as nodes of each cluster.
+
+    Nodes of more than two clusters are seldom better.
+    """
     for first, second in combinations(range(len(idle)), 2):
         least = max(0, count - idle[second])
         most = min(idle[first], count)

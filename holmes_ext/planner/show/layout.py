@@ -32,7 +32,9 @@ from holmes_ext.planner.search.space import Limits, parse_limits
 def asked_for(
     network: Network, job: Training, batch: int, limits: Limits = Limits()
 ) -> SearchResult:
-    """Return the request of a search for a job on a network: a SearchResult without candidates.
+    """Return the settings of a search for a job on a network, as a SearchResult without candidates.
+
+    search() takes such an object, and returns a copy with the plans that it has found (`candidates`).
 
     Args:
         network: Nodes and links of the job.
@@ -150,9 +152,10 @@ def beside(search_result: SearchResult, job: Training) -> tuple[SearchResult, Tr
 
 
 def compared(result: SearchResult, limits: Limits) -> SearchResult:
-    """Return a result in which nothing slower than the user's layout is the best plan.
+    """Return the result of a search, compared with the user's layout.
 
-    Its `nearest` is the plan that the user gets with the smallest change: the sizes of the layout,
+    Two fields change. If the layout is faster than the plans of the search, it becomes the best plan.
+    And `nearest` becomes the plan that the user gets with the smallest change: the sizes of the layout,
     but other numbers of layers on the stages. Without a layout, the result does not change.
 
     Args:
@@ -163,7 +166,7 @@ def compared(result: SearchResult, limits: Limits) -> SearchResult:
     if layout is None:
         return result
     if is_within(limits, layout):
-        result = result.with_known(layout)
+        result = result.with_best_if_faster(layout)
     nearest = result.nearest or nearest_to(result, layout)
     return replace(result, nearest=nearest)
 

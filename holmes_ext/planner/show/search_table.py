@@ -21,7 +21,7 @@ from holmes_ext.planner.html.plan_pictures import of_limit
 from holmes_ext.planner.launch_flags import Launch, added
 from holmes_ext.planner.search.explain import NEGLIGIBLE, explain, thin_stages
 from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult
-from holmes_ext.planner.search.simulated import memory_of, step_without
+from holmes_ext.planner.search.simulated import framework_schedule_s, memory_of
 from holmes_ext.planner.search.stock import (
     CAUSES,
     are_reasons_simulated,
@@ -305,46 +305,22 @@ def why_table(result: SearchResult) -> WhyTable:
     for text, seconds_by_plan in seconds_of_cause.items():
         if max(seconds_by_plan) > SMALL_CAUSE * best.step_s:
             rows.append((text, *(f"{value:.4g}" for value in seconds_by_plan)))
+    origin = "closed form, mean of the stages"
     if are_reasons_simulated(result):
         origin = "simulated, mean of all ranks"
-    else:
-        origin = "closed form, mean of the stages"
-        if best.simulated_s:  # the time sufficed to simulate the step, but not its causes
-            origin += "; --seconds was too short to simulate"
+    elif best.simulated_s:  # the time sufficed to simulate the step, but not its causes
+        origin += "; --seconds was too short to simulate"
     return WhyTable(f"where a step's seconds go ({origin})", ["", *by_plan], rows)
 
 
 def why_lines(result: SearchResult, end: float = inf) -> list[str]:
     """Return sentences on the best plan's speedup over other plans, and on its memory.
 
-    The other plans are these. A job without holmes is called "stock".
-
-        your layout as stock runs it    if the user gave a layout: this layout without holmes
-        stock                           otherwise: the best plan's sizes without holmes
-        your layout with holmes         the user's layout, if it is not the best plan itself
-        stock with the sizes that ...   after a search: the fastest plan without holmes
-
-    Args:
-        end: Moment of time.monotonic() at which simulations must have ended.
+    Simulations end before the moment `end` of time.monotonic().
     """
     best = result.best
     layout = result.user_layout
-    is_only_plan = layout is best  # without a search, the layout is the only plan
-    # The causes of a step add up to its time.
-    steps_s = {plan: sum(seconds.values()) for plan, seconds in reasons(result).items()}
-    best_s = steps_s["holmes"]
-    stock_name = "your layout as stock runs it" if layout and not is_only_plan else "stock"
-    properties = "the launcher's order, all traffic on the network that all nodes share, layers "
-    properties += "as yours" if layout else "even"
-    lines = [f"{steps_s['stock'] / best_s:.2f} x {stock_name} ({properties})"]
-    if "yours" in steps_s:
-        lines.append(f"{steps_s['yours'] / best_s:.2f} x your layout with holmes")
-    if not is_only_plan:
-        fastest = best_stock(result, end)  # None: none fits, or the time is over
-        if fastest:
-            batch = f"{fastest.shape.micro_batch}x{fastest.shape.micro_batches}"
-            sizes = f"{sizes_text(fastest.shape)}, batch {batch}: {fastest.step_s:.4g} s"
-            lines.append(f"{fastest.step_s / best_s:.2f} x stock with its best sizes ({sizes})")
+    lines = _speedup_lines(result, end)
     stage = _fullest_stage(best)
     used = of_limit(best.memory_bytes[stage], best.limit_bytes[stage])
     terms = _terms_text(memory_terms(result, best))
@@ -358,6 +334,31 @@ def why_lines(result: SearchResult, end: float = inf) -> list[str]:
         needed = of_limit(layout.memory_bytes[stage], layout.limit_bytes[stage])
         terms = _terms_text(memory_terms(result, layout))
         lines.append(f"{DOES_NOT_FIT}: stage {stage} needs {needed} ({terms})")
+    return lines
+
+
+def _speedup_lines(result: SearchResult, end: float) -> list[str]:
+    """Return sentences on the best plan's speedup over the job without holmes and the user's layout."""
+    layout = result.user_layout
+    is_searched = layout is not result.best  # else the user's layout is the only plan
+    # By plan (keys of reasons()): the seconds of all causes add up to those of the step.
+    steps_s = {plan: sum(seconds.values()) for plan, seconds in reasons(result).items()}
+    best_s = steps_s["holmes"]
+
+    # The job without holmes ("stock") has the sizes of the user's layout, or else of the best plan.
+    stock_name = "your layout as stock runs it" if layout and is_searched else "stock"
+    layers = "as yours" if layout else "even"
+    properties = (
+        f"the launcher's order, all traffic on the network that all nodes share, layers {layers}"
+    )
+    lines = [f"{steps_s['stock'] / best_s:.2f} x {stock_name} ({properties})"]
+    if "yours" in steps_s:  # the user's layout is not the best plan
+        lines.append(f"{steps_s['yours'] / best_s:.2f} x your layout with holmes")
+    fastest = best_stock(result, end) if is_searched else None  # with any sizes
+    if fastest:  # None: no search, none fits, or the time is over
+        batch = f"{fastest.shape.micro_batch}x{fastest.shape.micro_batches}"
+        sizes = f"{sizes_text(fastest.shape)}, batch {batch}: {fastest.step_s:.4g} s"
+        lines.append(f"{fastest.step_s / best_s:.2f} x stock with its best sizes ({sizes})")
     return lines
 
 
@@ -387,7 +388,7 @@ def stage_link_lines(result: SearchResult, candidate: Candidate) -> list[str]:
     """
     if not candidate.schedule and not candidate.in_flight:
         return []
-    framework_s = step_without(result, candidate)
+    framework_s = framework_schedule_s(result, candidate)
     gain = (
         f"{candidate.step_s:.4g} s a step instead of {framework_s:.4g} s under the framework's own "
         "schedule"
@@ -400,10 +401,9 @@ def stage_link_lines(result: SearchResult, candidate: Candidate) -> list[str]:
     if abs(framework_s - candidate.step_s) < NEGLIGIBLE * candidate.step_s:
         return []
     loads = result.costs(candidate).loads(candidate.split)
-    stages = len(loads)
     extra_bytes = []  # of each stage, for micro-batches that 1F1B would not have in flight
     for stage, (in_flight, load) in enumerate(zip(candidate.in_flight, loads)):
-        in_flight_1f1b = min(stages - stage, candidate.shape.micro_batches)
+        in_flight_1f1b = min(len(loads) - stage, candidate.shape.micro_batches)
         # kept_bytes: activations that a micro-batch leaves on the stage until its backward pass
         extra_bytes.append((in_flight - in_flight_1f1b) * load.kept_bytes)
     most_bytes = max(extra_bytes)
@@ -467,7 +467,7 @@ def document(
         ],
         "where": reasons(result),  # seconds of a step by cause
         "memory_bytes": memory_terms(result, result.best),
-        "framework_schedule_seconds": step_without(result, result.best),
+        "framework_schedule_seconds": framework_schedule_s(result, result.best),
         "launch": {
             # null: there was no time to predict the step of a job without a plan file
             name: {**asdict(launch), "step_s": launch.step_s or None}

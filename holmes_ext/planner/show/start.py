@@ -130,22 +130,26 @@ def _own_order_s(result: SearchResult) -> float:
     same is assumed if the plan was not simulated, or is breadth-first.
     """
     best = result.best
-    # Some engines have their own hierarchical all-reduce, which flags turn on; then holmes has none.
-    # The job is flat if the flags of the plan do not turn it on.
-    engine_reduces = result.engine.hierarchical_zero is not None
-    own = layout_candidate(
+    # Some engines reduce hierarchically themselves, if the plan's flags turn it on. holmes reduces
+    # hierarchically without a flag, where the engine cannot.
+    needs_flag = result.engine.hierarchical_zero is not None
+    has_flag = HIERARCHICAL in best.reductions
+    candidate = layout_candidate(
         result,
         best.placement.sizes,
         best.shape,
         split=best.split,
-        flat=engine_reduces and HIERARCHICAL not in best.reductions,
+        flat=needs_flag and not has_flag,
     )
-    if own.placement == best.placement or best.breadth_first or not best.simulated_s:
+    has_same_order = candidate.placement == best.placement
+    if has_same_order or best.breadth_first or not best.simulated_s:
         return best.step_s
-    own = timed(result, own)
+    candidate = timed(result, candidate)
     if best.schedule:  # the job computes the order of its passes when it starts, too
-        own = in_passes(result, own) or own
-    return own.step_s
+        with_order = in_passes(result, candidate)  # None: no order of passes is faster
+        if with_order is not None:
+            candidate = with_order
+    return candidate.step_s
 
 
 def start_line(result: SearchResult, starts: Mapping[str, Launch]) -> str:

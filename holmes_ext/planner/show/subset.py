@@ -301,9 +301,9 @@ def _available_nodes(args: argparse.Namespace, spec: SiteSpec, job: Training) ->
 
 
 def floor(result: SearchResult) -> float:
-    """Return a lower bound on the step time of every plan of a search by the closed form, in seconds.
+    """Return a lower bound on the step times of all plans that a search can choose from, in seconds.
 
-    Shapes that the search did not examine count with their own lower bounds.
+    It is the least of the best plan's closed-form step time and the bounds of all shapes not examined.
     """
     examined = {candidate.shape for candidate in result.candidates}
     bounds_s = [ideal_s for shape, ideal_s in result.ideals.items() if shape not in examined]

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from holmes_ext.planner.search.result import SearchResult
-from holmes_ext.planner.search.simulated import step_without
+from holmes_ext.planner.search.simulated import framework_schedule_s
 from holmes_ext.planner.search.stock import reasons
 from holmes_ext.planner.show.start import step_without_plan_file
 from holmes_ext.planner.simulate.deadline import simulations_until
@@ -63,7 +63,7 @@ class TimeLimit:
         begin = time.monotonic()
         with simulations_until(self.simulations_end):
             reasons(result)
-            step_without(result, result.best)
+            framework_schedule_s(result, result.best)
             step_without_plan_file(result)
         simulations_s = time.monotonic() - begin
         return self.end - MARGIN * simulations_s - OUTPUT_S

@@ -1,4 +1,7 @@
-"""Operations of a rank's program that start collectives and wait for them (formats: events.py)."""
+"""Operations that start collectives and wait for them, in the program of a simulated rank.
+
+events.py runs the programs, and describes the format of operations.
+"""
 
 from __future__ import annotations
 
@@ -75,21 +78,27 @@ class _ShardedPass:
         ]
 
     def overlapped_gradients(self, index: int) -> list[Op]:
-        """Return the operations after a layer: start its reduce-scatter, await that of the previous layer.
+        """Return the operations after a layer's backward pass, for sums that overlap with computation.
 
-        After the last layer of the pass, all sums that are still on their way are awaited.
+        A layer's gradients are summed in two steps: a reduce-scatter ("scatter"), and then a sum
+        between clusters ("across"). The reduce-scatter is started after the layer itself. One layer
+        later its end is awaited, and the sum between clusters is started. After the last layer of
+        the pass, all that are still on their way are awaited.
         """
+        is_first = index == 0
         is_last = index == len(self.layers) - 1
-        scattered = [index - 1]  # its gradients had the time of a layer to arrive
+        scattered = []  # layers whose reduce-scatter is awaited now
+        if not is_first:
+            scattered.append(index - 1)
         if is_last:
-            scattered.append(index)
+            scattered.append(index)  # no later layer can wait for it
         ops = self._post("scatter", index)
-        for earlier in scattered:
-            ops += self._wait("scatter", earlier)
-            ops += self._post("across", earlier)
+        for layer_index in scattered:
+            ops += self._wait("scatter", layer_index)
+            ops += self._post("across", layer_index)
         if is_last:
-            for earlier in range(len(self.layers)):
-                ops += self._wait("across", earlier)
+            for layer_index in range(len(self.layers)):
+                ops += self._wait("across", layer_index)
         return ops
 
     def _post(self, collective: str, index: int) -> list[Op]:
@@ -339,18 +348,19 @@ class CollectiveOps(Collectives):
     def _loss(self, pipeline_class: int, stage: int) -> list[Op]:
         """Return the operations by which the last stage sends the loss to all other stages.
 
-        The sender's waits end when all bytes have left, the receivers' when they have arrived.
+        The last stage has a wait for each message, which ends when all its bytes have left. Every
+        other stage has a wait for its own message, which ends when the message has arrived.
 
         Args:
             pipeline_class: Class of the rank's pipeline: all pipelines on equal nodes.
             stage: The rank's stage.
         """
         last = self.stages - 1
-        if stage < last and ("loss", pipeline_class, stage) in self.transfers:
-            tag = ("loss", pipeline_class, stage)
-            return [("post", tag, AS_RECEIVER), ("wait", tag, "send", NO_MICRO_BATCH)]
-        # On the last stage: a message to each of the others.
-        tags = [("loss", pipeline_class, other) for other in range(last)]
+        own_tag = ("loss", pipeline_class, stage)  # of the message that this stage receives
+        if stage < last and own_tag in self.transfers:
+            # "send": the time counts as sending, on the receiver, too.
+            return [("post", own_tag, AS_RECEIVER), ("wait", own_tag, "send", NO_MICRO_BATCH)]
+        tags = [("loss", pipeline_class, receiver) for receiver in range(last)]
         tags = [tag for tag in tags if tag in self.transfers]
         posts: list[Op] = [("post", tag) for tag in tags]
         waits: list[Op] = [("wait", tag, "send", NO_MICRO_BATCH, AS_SENDER) for tag in tags]

@@ -213,9 +213,7 @@ class Collectives:
     def _buckets(
         self, family: GroupFamily, gradients: Sequence[Gradient], piece_bytes: float
     ) -> list[BucketGroup]:
-        """Divide a stage's gradients into buckets, grouped by the moment of sending.
-
-        There is a single bucket if the reduction does not overlap with the backward pass.
+        """Divide a stage's gradients into buckets. Buckets that are sent at the same time are a group.
 
         Args:
             family: Equal groups that sum the gradients.
@@ -224,12 +222,13 @@ class Collectives:
         """
         run = self.run
         total_bytes = sum(gradient.size for gradient in gradients)
-        if not run.buckets_on(family.stage):
+        has_overlap = run.buckets_on(family.stage)
+        if not has_overlap:  # a single bucket, sent after all backward passes (after=None)
             chunk_layers = dict.fromkeys(gradient.chunk_layer for gradient in gradients)
             return [BucketGroup(sizes=(total_bytes,), chunk_layers=tuple(chunk_layers), after=None)]
         fabric = self.network.fabric(family.node_types)
-        default_bytes = piece_bytes or bucket_bytes(fabric, family.ranks, total_bytes)
-        limit_bytes = run.bucket_bytes or default_bytes
+        default_bytes = bucket_bytes(fabric, family.ranks, total_bytes)
+        limit_bytes = run.bucket_bytes or piece_bytes or default_bytes  # the first that is not 0
         exceed = run.engine.buckets_exceed  # a bucket ends with the gradient that reaches the limit
         result: list[BucketGroup] = []
         # The chunks of an interleaved schedule share no bucket.

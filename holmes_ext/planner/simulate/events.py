@@ -343,7 +343,7 @@ class Simulation:
             self._update_rates({tag: transfer})
 
     def _end_flow(self, flow: tuple[Hashable, int]) -> None:
-        """End the flow of a transfer's bits, unless its rate changed after this event was scheduled.
+        """End the flow of a transfer's bits; do nothing if its rate has changed since this was scheduled.
 
         Args:
             flow: Key of the transfer, and the version of the rate for which its end was computed.

@@ -1,4 +1,8 @@
-"""Layers of each chunk, and the pieces of a pass between collectives."""
+"""Layers of each model chunk of a stage, and the parts of a pass between two collectives.
+
+A simulated rank computes one part of its forward or backward pass, then sends or awaits a collective (such as
+a gather of weights), and goes on with the next part.
+"""
 
 from __future__ import annotations
 

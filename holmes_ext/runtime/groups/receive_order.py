@@ -300,23 +300,21 @@ class ListedOrder:
             micro_batches: Micro-batches of a step.
         """
         stage_link = min(stage, neighbour)  # numbered by its earlier stage
-        # Two tuples: micro-batch -> number of activations that the later (then: the earlier) stage
-        # launches before the gradient of the micro-batch. With NCCL both tuples are equal, since
-        # both stages launch in the same order. With gloo they differ: each stage posts as early as
-        # possible.
-        orders = self.schedule.receive_orders(stage_link)
-        activations_before_at_later_stage, activations_before_at_earlier_stage = orders
+        # Each stage of the link has an order of activations and gradients: for each gradient, the
+        # number of activations before it. With NCCL both stages launch in the same order. With gloo
+        # the orders differ: each stage posts its receives as early as possible.
+        later_stage_order, earlier_stage_order = self.schedule.receive_orders(stage_link)
         receives_gradients = stage < neighbour
         if receives_gradients:
-            return ListedPostingRule(activations_before=activations_before_at_earlier_stage)
-        own_passes = self.order(stage, micro_batches)
+            return ListedPostingRule(activations_before=earlier_stage_order)
 
-        # Forward pass ("F") of each micro-batch -> number of gradients that this stage has sent
-        # before. These are its backward passes before it: whole ones ("B") and those that compute
-        # only the gradient of the input ("I").
+        # The stage receives activations, and sends a gradient after each backward pass: a whole one
+        # ("B"), or one that computes only the gradient of the input ("I"). So the gradients sent
+        # before a forward pass ("F") are the backward passes before it.
+        own_passes = self.order(stage, micro_batches)
         gradients_sent = before(own_passes, counted="BI", of_letters="F")
         return ListedPostingRule(
-            activations_before=activations_before_at_later_stage, gradients_sent=gradients_sent
+            activations_before=later_stage_order, gradients_sent=gradients_sent
         )
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:

@@ -142,11 +142,12 @@ def explain(error: BaseException) -> str | None:
 
 
 def broken(operation: str, error: str) -> str:
-    """Return a one-line message that `operation` failed, with this rank, the lost node and the error.
+    """Return a one-line message for the user after `operation` has failed.
 
-    The message ends with the first failure that any rank of the job has reported, if that is another failure.
-    If a rank has ended before because of bad input of the user (a wrong flag or file), only that rank's
-    message is returned: it is the cause. The caller recognizes it by its beginning, INPUT ("holmes: ").
+    It names this rank, the lost node and the error. If another rank has reported a failure before, the
+    message ends with the first such report. There is an exception: if that rank ended because of bad
+    input of the user (a wrong flag or file), its report is the whole message, as it is the cause. Such
+    a report begins with INPUT ("holmes: ").
 
     Args:
         operation: The failed operation in words, e.g. "communication".

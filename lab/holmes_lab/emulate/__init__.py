@@ -1,1 +1,1 @@
-"""Emulation of accelerators by sleeping, and traces of the ranks of a job."""
+"""Emulated accelerators of a job's ranks: they sleep for the time of a computation, and can be traced."""

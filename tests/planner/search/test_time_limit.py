@@ -22,7 +22,7 @@ from holmes_ext.planner.search import evaluate, sketch
 from holmes_ext.planner.search.evaluate import Evaluator, PlacedShape
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.search import search
-from holmes_ext.planner.search.simulated import simulated, step_without, with_passes
+from holmes_ext.planner.search.simulated import framework_schedule_s, simulated, with_passes
 from holmes_ext.planner.search.stock import are_reasons_simulated, best_stock, causes, reasons
 from holmes_ext.planner.show.start import UNKNOWN_S, start_line, step_without_plan_file
 from holmes_ext.planner.show.time_limit import TimeLimit
@@ -124,7 +124,9 @@ def test_output_after_the_deadline_is_that_of_the_closed_form():
     with simulations_until(PAST):
         assert not are_reasons_simulated(result)
         assert reasons(result) == reasons(closed)
-        assert step_without(result, result.best) == step_without(closed, closed.best)
+        assert framework_schedule_s(result, result.best) == framework_schedule_s(
+            closed, closed.best
+        )
         assert best_stock(result) is None
     # The page, which has no deadline, simulates what the terminal did not.
     assert are_reasons_simulated(result)
