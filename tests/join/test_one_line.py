@@ -30,7 +30,7 @@ def port():
         optimizer = torch.optim.SGD(torch.nn.Linear(3, 4).parameters(), lr=0.1)
         first = join(
             place_at("first", server.port),
-            parse_outer("every=4"),
+            parse_outer("every=4").for_optimizer(None),
             lambda: weights_of(joined.weights_of(optimizer)),
             {"framework": "torch"},
             torch.device("cpu"),
