@@ -36,6 +36,16 @@ from holmes_ext.join.sockets.handshake import Credentials
 from holmes_ext.runtime.sockets import address_text
 
 _MARK = ".holmes-tests"
+#: What a job with one rank says of itself to the coordinator, without settings.
+HELLO = {
+    "agreed": {},
+    "maps": {"all": [0, 8, 0]},
+    "addresses": ["127.0.0.1:1"],
+    "versions": [0],
+    "checksums": [""],
+    "min": 1,
+    "timeout": 30.0,
+}
 
 
 def _use_temporary_state_home() -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 from harness import Row
 
-from holmes_ext.files import save
-from holmes_ext.planner.html.chart import COMPUTE, INK, NARROW, SMALL, WIDE, fold, is_narrow
-from holmes_ext.planner.html.pictures import pyplot, svg_file
+from holmes_ext.planner.html.chart import COMPUTE, INK, SMALL, fold, is_narrow
+from holmes_ext.planner.html.pictures import pyplot, save_in_two_widths
 
 
 def draw(
@@ -40,8 +39,7 @@ def draw(
         if what == metric and name in percent_of and row.case in notes:  # not a median over all
             percent_of[name].append(100 * row.value)
     asked = {name: sum(name in case_notes for case_notes in notes.values()) for name in planners}
-    for file, width in ((path, WIDE), (path.with_suffix(".narrow.svg"), NARROW)):
-        save(file, svg_file(_figure(percent_of, asked, width)), "the picture")
+    save_in_two_widths(path, lambda width: _figure(percent_of, asked, width))
 
 
 def _figure(percent_of: Mapping[str, list[float]], asked: Mapping[str, int], width: float) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from joined_jobs import batch, coordinator, in_threads, model_of, run_at
+from joined_jobs import HELLO, batch, coordinator, in_threads, model_of, run_at
 from ranks import RankError, run_ranks
 
 from holmes_ext.errors import HolmesError
@@ -16,16 +16,6 @@ from holmes_ext.join.coordinator.reports import hello_from
 from holmes_ext.join.patches import torch as joined
 from holmes_ext.join.settings import parse_outer
 from holmes_ext.options import options_from
-
-#: What a job says of itself to the coordinator, but its settings.
-HELLO = {
-    "maps": {"all": [0, 8, 0]},
-    "addresses": ["127.0.0.1:1"],
-    "versions": [0],
-    "checksums": [""],
-    "min": 1,
-    "timeout": 30.0,
-}
 
 
 @dataclass

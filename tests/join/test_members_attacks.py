@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import joined_jobs
 import pytest
 import torch
 from coordinator_rules import TIMEOUT, Run
@@ -26,18 +27,7 @@ from holmes_ext.join.sockets.channel import BrokenFrame
 from holmes_ext.join.sockets.documents import MOST_VALUES
 from holmes_ext.join.sockets.handshake import Refused
 
-HELLO = {
-    "agreed": {"outer": {}},
-    "maps": {"all": [0, 8, 0]},
-    "addresses": ["127.0.0.1:1"],
-    "versions": [0],
-    "checksums": [""],
-    "min": 1,
-    "timeout": 30.0,
-    "round": 0,
-    "entered": False,
-    "peers": [],
-}
+HELLO = {**joined_jobs.HELLO, "agreed": {"outer": {}}, "round": 0, "entered": False, "peers": []}
 
 
 def called(port, purpose, job="zero"):

@@ -121,7 +121,7 @@ def test_a_smaller_picture_shows_the_same():
         '<path d="M 1.234 2 \nL 1.234 5.67 \nL 9 5.67 \nL 9 2 \nz\n" clip-path="url(#p)" style="fill: '
         '#4c78a8"/>\n'
     )
-    found = pictures._smaller(f'<g>\n{bar}{bar}</g>\n<text x="1.239">0.8436 s</text>')
+    found = pictures.shortened(f'<g>\n{bar}{bar}</g>\n<text x="1.239">0.8436 s</text>')
     place = "M1.2 2V5.6H9V2z"
     look = 'clip-path="url(#p)" style="fill: #4c78a8"'
     assert found == f'<g>\n<path d="{place}{place}" {look}/>\n</g>\n<text x="1.2">0.8436 s</text>'

@@ -18,7 +18,7 @@ from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.site import Site
 from holmes_ext.document import load_json
 from holmes_ext.errors import HolmesError
-from holmes_ext.files import write_whole
+from holmes_ext.files import save, write_whole
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.html.chart import (
     INK,
@@ -34,6 +34,7 @@ from holmes_ext.planner.html.chart import (
 )
 from holmes_ext.planner.html.cut import END_MICRO_BATCHES, Cut, Row, cut_of
 from holmes_ext.planner.html.page import picture
+from holmes_ext.planner.html.short_svg import shortened
 from holmes_ext.words import why
 
 FABRIC_COLORS = {name: kind.color for name, kind in nic.KINDS.items()}
@@ -96,35 +97,7 @@ def svg(figure: Any, name: str = "") -> str:
     text = re.sub(r'<g id="[^"]*">', "<g>", text)  # the same names in every figure
     text = re.sub(r"'DejaVu Sans'[^;\"]*", "sans-serif", text)
     # INK and PAPER stand for the colors of the page.
-    return _smaller(text.replace(INK, "currentColor").replace(PAPER, "var(--paper)").rstrip())
-
-
-def _smaller(text: str) -> str:
-    """Shorten an SVG of matplotlib: one decimal in tags, short rectangles, fewer paths.
-
-    The patterns fit the text that matplotlib writes: a rectangle is a path of four lines, with a
-    line break after each. A path drawn in another way stays as it is. Opacities keep their decimals:
-    with one, 0.08 would be 0, and nothing drawn.
-    """
-    decimals = re.compile(r"(?<!opacity: \d)(\.\d)\d+")
-    text = re.sub(r"<[^>]+>", lambda tag: decimals.sub(r"\1", tag[0]), text)
-    # A rectangle: M x y, L x y2, L x2 y2, L x2 y, z. \1 and \3 are the coordinates that recur. Its
-    # lines become vertical and horizontal lines (V, H) with a single coordinate each.
-    text = re.sub(
-        r'd="M (\S+) (\S+) \nL \1 (\S+) \nL (\S+) \3 \nL \4 \2 \nz\n"',
-        r'd="M\1 \2V\3H\4V\2z"',
-        text,
-    )
-
-    # Paths that follow each other with the same clip path and style (\1) become a single path.
-    equal_paths = r'<path d="[^"]*" (clip-path="[^"]*" style="[^"]*")/>(?:\s*<path d="[^"]*" \1/>)+'
-
-    def joined(paths: re.Match[str]) -> str:
-        """Return a single path that draws what the matched paths draw."""
-        drawing_commands = "".join(re.findall(r'd="([^"]*)"', paths[0]))
-        return f'<path d="{drawing_commands}" {paths[1]}/>'
-
-    return re.sub(r"\n\s*", "\n", re.sub(equal_paths, joined, text))
+    return shortened(text.replace(INK, "currentColor").replace(PAPER, "var(--paper)").rstrip())
 
 
 def svg_file(figure: Any) -> str:
@@ -132,6 +105,20 @@ def svg_file(figure: Any) -> str:
     dark = "@media(prefers-color-scheme:dark){svg{color:#e6e6e6;--paper:#16181d}}"
     style = f"<style>svg{{color:{INK};--paper:#fff}}{dark}</style>"
     return re.sub(r"(<svg[^>]*>)", lambda tag: tag[1] + style, svg(figure), count=1) + "\n"
+
+
+def save_in_two_widths(file: Path, paint: Callable[[float], Any]) -> None:
+    """Write a chart as a wide SVG file, and as a narrow one for phones with the suffix .narrow.svg.
+
+    Args:
+        file: The wide file.
+        paint: Returns the figure for a width in inches.
+
+    Raises:
+        HolmesError: A file cannot be written.
+    """
+    for path, width in ((file, WIDE), (file.with_suffix(".narrow.svg"), NARROW)):
+        save(path, svg_file(paint(width)), "the picture")
 
 
 def write(figure: Any, path: str | Path, advice: str) -> Path:

@@ -9,7 +9,6 @@ import argparse
 import itertools
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +24,6 @@ from holmes_ext.files import save
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.html import pictures
-from holmes_ext.planner.html.chart import NARROW, WIDE
 from holmes_ext.planner.html.page import heading, page, paragraphs, table
 from holmes_ext.samples import examples
 from holmes_lab.cli import gpu_demo, joined_demo
@@ -153,7 +151,9 @@ def run(args: argparse.Namespace) -> int:
         }
         save(args.output, _report(variants, series, result, traces), "the report")
         if args.timeline:
-            _save_timelines(Path(args.timeline), traces)
+            pictures.save_in_two_widths(
+                Path(args.timeline), lambda width: pictures.timeline_figure(traces, width=width)
+            )
     screen.table(
         COLUMNS,
         _rows(series),
@@ -292,21 +292,6 @@ def _rows(series: dict[str, Series]) -> list[list[str]]:
             ]
         )
     return rows
-
-
-def _save_timelines(file: Path, traces: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Write one step of each run as a wide picture, and as a narrow one for phones beside it.
-
-    Args:
-        file: Wide picture. The narrow one has the same name with the suffix .narrow.svg.
-        traces: Name of the run -> traces of its ranks.
-
-    Raises:
-        HolmesError: A file cannot be written.
-    """
-    for path, width in ((file, WIDE), (file.with_suffix(".narrow.svg"), NARROW)):
-        figure = pictures.timeline_figure(traces, width=width)
-        save(path, pictures.svg_file(figure), "the picture")
 
 
 def _report(

@@ -6,7 +6,7 @@ import socket
 import threading
 
 import pytest
-from joined_jobs import coordinator, credentials_of, place_at, run_at
+from joined_jobs import HELLO, coordinator, credentials_of, place_at, run_at
 from waiting import await_, soon
 
 from holmes_ext.errors import HolmesError
@@ -30,16 +30,6 @@ from holmes_ext.join.shards.job_ranks import JobRanks
 from holmes_ext.join.sockets.certificates import make_key
 from holmes_ext.join.sockets.handshake import BY_FINGERPRINT, BY_NAME, NotAuthentic, Refused
 from holmes_ext.options import options_from
-
-HELLO = {
-    "agreed": {},
-    "maps": {"all": [0, 8, 0]},
-    "addresses": ["127.0.0.1:1"],
-    "versions": [0],
-    "checksums": [""],
-    "min": 1,
-    "timeout": 30.0,
-}
 
 
 @pytest.fixture
